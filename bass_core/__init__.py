@@ -2,13 +2,13 @@
 
 Read `exactness/verification.py` first, then `loop/step.py`, then `Session._decode`.
 
-    session.py, generation.py, hf.py    the public API; options.py, prompts.py check what callers pass
-    exactness/                          the acceptance rules, sampling, random numbers
-    loop/                               rows, batches, a step, its trace
+    session.py, generation.py, hf.py    the public API; options.py and prompts.py check arguments
+    exactness/                          verification rules, sampling, random numbers
+    loop/                               rows, batches, decode steps, traces
     model/                              one forward pass over the ragged KV cache
-    drafters/, policies/                where draft tokens come from, and how many
-    loading/                            checkpoints and pairs of models
-    gpu/                                the same steps as CUDA graphs, overlapped; compiled layers
+    drafters/, policies/                sources of draft tokens, draft lengths
+    loading/                            checkpoints and model pairs
+    gpu/                                CUDA graphs, overlapped steps, compiled layers
 """
 
 from bass_core.detokenizer import FinalText
@@ -35,7 +35,7 @@ from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
 from bass_core.session import Result, Session
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BassHeuristic",

@@ -1,4 +1,4 @@
-"""Checks of values that callers pass in or files hold: a typed error names the value and what is accepted."""
+"""Check values from callers and files. Errors name the value and the accepted values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
+Kinds = dict[str, type | tuple[type, ...]]  # accepted types by name of the field
 
 
 def integer(name: str, value: Any, least: int | None = 0) -> int:
-    """`value` as an int >= `least` (None: any) of 64 bits; TypeError for other types (True is not 1), or ValueError."""
+    """Return `value` as a 64-bit int >= `least` (None: no limit). Raises TypeError (also for bool) or ValueError."""
     try:
         number = operator.index(value) if not isinstance(value, bool) else None
     except TypeError:
@@ -20,13 +20,13 @@ def integer(name: str, value: Any, least: int | None = 0) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if least is not None and number < least:
         raise ValueError(f"{name} must be >= {least}, got {number}")
-    if not -(2**63) <= number < 2**63:  # tensors of int64 hold it
+    if not -(2**63) <= number < 2**63:  # range of int64 tensors
         raise ValueError(f"{name} must fit into 64 bits, got {number}")
     return number
 
 
 def seconds(name: str, value: Any) -> float:
-    """`value` as a number of seconds >= 0."""
+    """Return `value` as a number of seconds >= 0. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if not value >= 0 or math.isnan(value):
@@ -35,7 +35,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
-    """`value` if it is one of the accepted names."""
+    """Return `value` if the name is accepted. Raises ValueError otherwise."""
     accepted = tuple(accepted)
     if value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
@@ -43,9 +43,9 @@ def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
 
 
 def check_fields(line: dict, fields: Kinds, positive: Sequence[str]) -> None:
-    """Raises ValueError naming the field that is missing, of the wrong type, infinite, or not positive."""
+    """Raise ValueError for a field that is missing, of the wrong type, infinite or not positive."""
     if not isinstance(line, dict):
-        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
+        raise ValueError(f"a record must be a JSON object, got {type(line).__name__}")
     for name, kind in fields.items():
         if name not in line:
             raise ValueError(f"the field {name!r} is missing")

@@ -1,8 +1,8 @@
-"""Text of tokens as they come: final pieces for streams, the text of each token, and stop strings.
+"""Incremental detokenization: final pieces of text for streams, the text of each token, and stop strings.
 
 Decoding is not prefix-stable. A tokenizer with byte fallback decodes a run of byte tokens as a whole. A byte-level
 tokenizer needs all bytes of a character. Some tokenizers remove a space before a full stop. `FinalText` releases the
-text of a token when no later token can change it.
+text of a token when no later token can change the text.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from transformers import PreTrainedTokenizerBase
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # name of a byte token in a vocabulary with byte fallback
 PARTIAL = "\ufffd"  # ends a text that ends within a character
 CLEANED = 6  # characters of the longest string that a tokenizer's clean-up changes: " n ' t"
-WINDOW, CONTEXT = 32, 8  # tokens that are decoded together; final tokens that stay when the window moves
+WINDOW, CONTEXT = 32, 8  # tokens decoded together; final tokens that stay when the window moves
 LOST = 2  # leading spaces of a text that a tokenizer may remove
-LONGEST_GROUP = 256  # tokens: the text of a longer run of byte tokens is not divided among them
+LONGEST_GROUP = 256  # tokens; in a longer run of byte tokens, the last token has the whole text
 
-# For each tokenizer and the special tokens that it has: id -> "text", "byte", or None for tokens without text.
+# By tokenizer and special tokens: id -> "text", "byte", or None for tokens without text
 _kinds: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, dict[int, str | None]]]
 _kinds = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings that end a row. special: ids of special tokens among them, which texts do not show."""
+    """Stop strings of a row. special: ids of special tokens among the strings. Texts do not show special tokens."""
 
     stop: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class StopStrings:
         return text[: self.find(text)]
 
     def held(self, text: str) -> int:
-        """Return the length of the longest end of a text that is the beginning of a stop string."""
+        """Return the length of the longest suffix of a text that is a prefix of a stop string."""
         longest = 0
         for string in self.stop:
             at = text.find(string[0], max(0, len(text) - len(string) + 1))
@@ -55,11 +55,11 @@ class StopStrings:
 
 
 class FinalText:
-    """The text of one row, piece by piece, as it becomes final. The pieces, joined, are `Result.text`.
+    """Detokenizes one row incrementally. The joined pieces are `Result.text`.
 
     The last characters are held back while later tokens may change them: bytes of an incomplete character, a run of
-    byte tokens, spaces that the tokenizer may clean up, the beginning of a stop string. Takes time linear in the number
-    of tokens. For a row of a `Session`:
+    byte tokens, spaces that the tokenizer may clean up, or the beginning of a stop string. Takes linear time in the
+    number of tokens. For a row of a `Session`:
 
         text = FinalText(pair.tokenizer, handle.stop)
         piece = text.feed(new_tokens, ended=handle.finish_reason is not None)  # after each step that moved the row
@@ -71,17 +71,17 @@ class FinalText:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._hidden = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
         self._kinds = _kinds.setdefault(tokenizer, {}).setdefault((len(tokenizer), *sorted(self._hidden)), {})
-        self._window: list[int] = []  # the last tokens: text to come depends on no others
-        self._closed = 0  # tokens of the window up to the last that ends a run of byte tokens
-        self._released = 0  # tokens of the window whose texts `token_texts` returned
-        self._end = 0  # characters of the window's text that were returned
-        self._in_run = False  # the last token is a byte token
-        self.stopped = False  # the text so far contains a stop string
+        self._window: list[int] = []  # the last tokens; later text does not depend on earlier tokens
+        self._closed = 0  # tokens of the window up to the last text token, which ends runs of byte tokens
+        self._released = 0  # tokens of the window with texts already returned
+        self._end = 0  # characters of the window's text already returned
+        self._in_run = False  # True if the last token is a byte token
+        self.stopped = False  # True if the text contains a stop string
 
     def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
-        """Return the text that these tokens make final. ended: no token follows, so that all text is final.
+        """Add tokens and return the new final text. ended: no token follows; then all text is final.
 
-        A row's tokens are all given to this method, or all to `token_texts`.
+        Use either this method or `token_texts` for all tokens of a row.
         """
         grown = self._extend(ids)
         if self.stopped or not (grown or ended):
@@ -93,10 +93,10 @@ class FinalText:
         return piece
 
     def token_texts(self, ids: Sequence[int] = (), ended: bool = False) -> list[str]:
-        """Return the texts of the next tokens, in order, as far as they are final. Joined, they are the row's text.
+        """Add tokens and return the texts of the next tokens, as far as final. The joined texts are the row's text.
 
-        A character of several tokens belongs to the last of them. Special tokens have the text "". Tokens of the stop
-        string that ends the row have no text, so that the list then has fewer elements than the row has tokens.
+        A character of several tokens belongs to the last token. Special tokens have the text "". Tokens of the stop
+        string at the end of the row have no text; the joined lists are then shorter than the row.
         """
         texts: list[str] = []
         for token in ids:
@@ -104,7 +104,7 @@ class FinalText:
         return texts + self._release(ended=True) if ended else texts
 
     def look_ahead(self) -> bool:
-        """Return True if the text contains a stop string as it would be if no token followed."""
+        """Return True if the text contains a stop string under the assumption that no token follows."""
         if not self.stopped and self._stop and self._in_run:
             return self._stop.find(self._decode(len(self._window)), self._end) is not None
         return self.stopped
@@ -118,7 +118,7 @@ class FinalText:
                 name = None if token in self._hidden else self._tokenizer.convert_ids_to_tokens(token)
                 self._kinds[token] = name and ("byte" if BYTE.fullmatch(name) else "text")
             self._in_run = self._kinds[token] == "byte"
-            if self._kinds[token] == "text":  # it ends a run of byte tokens
+            if self._kinds[token] == "text":  # ends a run of byte tokens
                 self._closed = len(self._window)
         return self._closed > before
 
@@ -134,7 +134,7 @@ class FinalText:
         return text, final
 
     def _release(self, ended: bool = False) -> list[str]:
-        """Return the texts of tokens that are final and were not returned yet."""
+        """Return the final texts of tokens not returned yet."""
         end = len(self._window) if ended else self._closed
         if self.stopped or end == self._released:
             return []
@@ -157,7 +157,7 @@ class FinalText:
         return end - (self._stop.held(text[:end]) if self._stop else 0)
 
     def _token_ends(self, text: str, end: int) -> list[int]:
-        """Return where in the text the tokens end that were not returned, up to `end`."""
+        """Return the end in the text of each token not returned yet, up to token `end`."""
         ends, last, group = [], self._end, range(self._released + 1, end)
         for count in group:
             if len(group) < LONGEST_GROUP:
@@ -166,13 +166,13 @@ class FinalText:
         return [*ends, len(text)]
 
     def _move(self, text: str, ended: bool) -> None:
-        """Drop the first tokens of a long window if the text of the others ends as `text` does."""
+        """Drop the first tokens of a long window if the text of the remaining tokens ends like `text`."""
         if ended or len(self._window) < WINDOW:
             return
         waiting = len(text) - self._end
         for start in range(self._released - CONTEXT, max(0, self._released - 2 * CONTEXT), -1):
             rest = self._decode(self._closed, start)
-            # A window may lose its first space or begin within a character: the text after these proves the rest equal.
+            # A window may lose its first space or begin within a character. Compare only the text after these.
             whole = rest.lstrip(PARTIAL)
             whole = whole[min(LOST, len(whole) - len(whole.lstrip(" "))) :]
             if len(whole) > waiting and text.endswith(whole):
@@ -183,24 +183,24 @@ class FinalText:
 
 
 def _common(first: str, second: str) -> int:
-    """Return the length of the common beginning of two texts."""
+    """Return the length of the common prefix of two texts."""
     differ = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differ, min(len(first), len(second)))
 
 
 class StopFinder:
-    """Finds the token of one row that completes a stop string."""
+    """Finds the token of a row that completes a stop string."""
 
     def __init__(self, stop: StopStrings):
-        self._stop, self._count = stop, -1  # tokens of the text; none is begun
+        self._stop, self._count = stop, -1  # number of tokens in the text; -1 before the first step
 
     def completed_at(self, before: np.ndarray, new: Sequence[int]) -> int | None:
-        """Return how many of the tokens `new`, which follow the tokens `before`, complete a stop string, or None.
+        """Return the number of `new` tokens up to the completion of a stop string, or None. `new` follows `before`.
 
-        Each token counts as if it had come alone: a match that the next token would take back (half of a character, a
-        space that is cleaned up) ends the row. The result does not depend on the step that a token came with.
+        Tokens are checked one by one. The result therefore does not depend on the division into steps. A match ends
+        the row even if the next token would undo the match (part of a character, a space before a full stop).
         """
-        if len(before) != self._count:  # the first step, or one that is repeated after an error
+        if len(before) != self._count:  # the first step, or a step repeated after an error
             self._text = FinalText(self._stop.tokenizer, self._stop)
             self._text.feed(before)
         self._count = len(before)

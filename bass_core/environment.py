@@ -1,4 +1,4 @@
-"""The device: its name, its free memory, waiting until it is done. Files that a kill or a full disk cannot spoil."""
+"""Utilities for devices (name, free memory, synchronization, copies to the host) and atomic file writes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an allocator, or a library that has asked one, says that there is no memory left."""
+    """Return True if an error of an allocator or library means that memory is full."""
     kinds, said = (torch.OutOfMemoryError, MemoryError), ("can't allocate memory", "out of memory", "ALLOC_FAILED")
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(each in str(error) for each in said))
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on the device; None where the system does not say."""
+    """Return the free memory of the device in bytes, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     memory = Path("/proc/meminfo")
@@ -37,7 +37,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the name of the CPU."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -47,8 +47,7 @@ def processor() -> str:
 
 
 class Fetched:
-    """A tensor as it is now, on its way to the host: the copy begins at once, and what the device is given next may
-    write over it."""
+    """An asynchronous copy of a tensor to the host. Later device work may overwrite the tensor."""
 
     def __init__(self, tensor: Tensor):
         self._arrived: torch.cuda.Event | None = None
@@ -59,27 +58,27 @@ class Fetched:
             self._copied = tensor.clone()
 
     def __call__(self) -> np.ndarray:
-        """Waits for it."""
+        """Wait for the copy and return the array."""
         arrived = self._arrived
         if arrived is not None:
             arrived.synchronize()
-            # Page-locked memory is dear. Two threads may ask: the event goes last.
+            # Free the page-locked memory, which is scarce. Reset the event last, since two threads may call.
             self._copied, self._arrived = self._copied.clone(), None
         return self._copied.numpy()
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8): after an error or a kill at any moment it is the old one or the new one, whole.
+    """Write a file atomically (text as UTF-8). After an error or a kill, the file has the old or the new content.
 
-    Raises OSError, and leaves nothing beside the old file then. A device or a pipe is written to as it is.
+    Raises OSError and then leaves only the old file. A device or a pipe is written directly.
     """
     content = content.encode() if isinstance(content, str) else content
     path = Path(path)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    path = path.resolve()  # a link stays one: what it leads to is replaced
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # two may write the same file at once
+    path = path.resolve()  # replace a link's target, not the link
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # unique, for concurrent writers
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -94,9 +93,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Give all work inside to a CUDA stream: freed memory goes back to that one's pool. None: there is no GPU.
+    """Run all work inside on a CUDA stream, so that freed memory returns to this stream's pool. None: no GPU.
 
-    A caller on another stream waits for the work there, as the work waits for what came before.
+    The work waits for earlier work on the caller's stream, and later work on the caller's stream waits for this work.
     """
     callers = None if stream is None else torch.cuda.current_stream(stream.device)
     if callers == stream:
@@ -107,7 +106,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
         with torch.cuda.stream(stream):
             yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the device was lost: what was raised says so
+        with contextlib.suppress(RuntimeError):  # the device was lost; the first error is raised
             callers.wait_stream(stream)
         raise
     callers.wait_stream(stream)

@@ -1,4 +1,4 @@
-"""`generate`: many prompts in, their continuations out; `stream`: piece by piece. Thin loops over `Session`."""
+"""`generate` continues many prompts; `stream` yields the texts piece by piece. Both are thin loops over `Session`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from bass_core.session import Result, Session
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """What `generate` returns; one entry per row, prompt-major.
+    """Result of `generate`, with one entry per row. The rows of a prompt are adjacent.
 
-    sequences: int64 ids on the host, prompt not included, no padding, with the EOS or the token that completed a stop.
-    texts: special tokens skipped, ending before the stop string; None without a tokenizer.
-    logprobs: the target's log-probability of each token, float32 (temperature 1, unprocessed but for ids that the
-        generation_config never allows, which have none).
-    finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for a row that was interrupted.
-    trace: what happened at each step.
+    sequences: int64 ids on the host, without prompt and padding, with the EOS or the last token of a stop string.
+    texts: decoded without special tokens, up to the stop string; None without a tokenizer.
+    logprobs: log-probability of each token under the target, float32, at temperature 1 and without other processing
+        except that ids suppressed by the generation_config have probability 0.
+    finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for an interrupted row.
+    trace: the record of all steps.
     samples: rows per prompt.
 
-    A sequence of rows, each a `Result`: `out[0].text`, `for row in out`; `by_prompt` has them prompt by prompt.
+    A `Generation` is a sequence of `Result`: `out[0].text`, `for row in out`. `by_prompt` groups the rows.
     """
 
     sequences: list[Tensor]
@@ -51,13 +51,13 @@ class Generation:
 
     @classmethod
     def of(cls, session: Session, handles: Sequence[Request], samples: int) -> Generation:
-        """What these rows of a session have so far, or in the end."""
+        """Return the current results of these rows of a session."""
         results = [session.result(handle) for handle in handles]
         return cls(*(list(column) for column in zip(*results, strict=True)), session.trace, samples)
 
     @property
     def synthetic(self) -> bool:
-        """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
+        """True if a model has dummy weights or accepted lengths were drawn. Then only the times are meaningful."""
         return self.trace.synthetic
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Generation:
     @overload
     def __getitem__(self, row: slice) -> list[Result]: ...
     def __getitem__(self, row: int | slice) -> Result | list[Result]:
-        """Raises IndexError beyond the last row."""
+        """Return a row, or a list of rows for a slice. Raises IndexError beyond the last row."""
         if isinstance(row, slice):
             return list(self)[row]
         return Result(self.sequences[row], self.texts[row], self.logprobs[row], self.finish_reasons[row])
@@ -78,13 +78,13 @@ class Generation:
 
     @property
     def by_prompt(self) -> list[list[Result]]:
-        """The rows of each prompt."""
+        """The rows grouped by prompt."""
         rows = list(self)
         return [rows[first : first + self.samples] for first in range(0, len(rows), self.samples)]
 
     def to_pandas(self) -> pd.DataFrame:
-        """One line per row: prompt and sample (from 0), text, tokens (how many), logprob (of all of them, in nats) and
-        finish_reason."""
+        """Return one line per row: prompt and sample (from 0), text, tokens (their number), logprob (of the whole
+        sequence, in nats) and finish_reason."""
         return pd.DataFrame(
             {
                 "prompt": [row // self.samples for row in range(len(self))],
@@ -105,7 +105,7 @@ class Generation:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A Ctrl-C in `generate`. generation: the rows so far; None is the finish reason of those that had not ended."""
+    """A Ctrl-C in `generate`. generation: the rows so far; an interrupted row has the finish reason None."""
 
     def __init__(self, generation: Generation):
         super().__init__("generate was interrupted; the rows so far are in this exception's .generation")
@@ -138,43 +138,44 @@ def generate(
     on_step: Callable[[StepEvent], None] | None = None,
     trace: str = "steps",
 ) -> Generation:
-    """Continue every prompt by batched speculative decoding; the text has the target model's law exactly.
+    """Continue every prompt by batched speculative decoding. The text has exactly the target model's distribution.
 
-    prompts: a text, a conversation ([{"role": …, "content": …}, …], written out by the tokenizer's chat template), 1-D
-        token ids, or a list of these; or what a tokenizer returned of several texts, padding and all (input_ids with
-        their attention_mask). A text that begins with the BOS is not given a second one. Of an encoder-decoder target:
-        sources in the same forms, or features [channels, frames] of one that hears (Whisper); mappings may bring
-        decoder_input_ids, with which the text begins in place of the model's own start.
-    num_return_sequences: samples per prompt; a prompt is prefilled once.
-    temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's own): as in
-        transformers, same order.
-    seed: the same seed and place among the outputs give the same text, whatever else is in the batch, if the draft
-        length is a number and the drafter reads its own row alone ("suffix" reads all rows): a sampled text depends on
-        the drafts that were verified. With `verification="coupled"` the text is the same for every draft and draft
-        length, 0 included.
-    draft_length: an int for a fixed length, 0 for regular decoding, or a policy. None: `Goodput` where the pair's costs
-        on this device are known (`bass calibrate`; those of the embedded pair on CPUs ship with the library), else 5.
-    verification: "token", "block" or "coupled" (one and the same at temperature 0).
-    attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.
-    compile: "off" launches a step's work operation by operation. "graphs" records it as CUDA graphs, one for the draft
-        phase and one for the rest per batch size and draft length, when they first occur in this call (to decode many
-        short texts, one call after the other, keep a `Session`). "compiled" sends the models'
-        layers through torch.compile (seconds per shape, once per process). "compiled+graphs" is both, the fastest.
-        "auto" is "graphs" on a GPU where nothing stands against it, else "off".
-    acceptance: None: earned. A `bass_lab.SyntheticAcceptance` draws how many drafts each row keeps, to measure with;
-        texts then mean nothing, and `Generation.synthetic` is true.
-    max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
-    eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row; one
-        that is a special token, such as "<|im_end|>", ends it where the token occurs.
-    generation_config: whose eos_token_id and repetition_penalty count unless they are given here, and whose other
-        options that would change the text are refused by name, as are those that say how long and how many, and
-        sampling (do_sample=True) other than the call's; None: the target's own, of which sampling is not read.
-    time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
-    on_row_error: "raise", or "finish" to end a row whose logits are NaN with reason "error" and go on.
-    on_step: called with a StepEvent after each step. trace: "off", "steps" or "tokens".
+    prompts: a text, a conversation ([{"role": …, "content": …}, …], formatted by the tokenizer's chat template), 1-D
+        token ids, or a list of these. Also a tokenizer's output for several texts (padded input_ids, attention_mask). A
+        text that begins with the BOS gets no second BOS. An encoder-decoder target takes sources in the same forms; a
+        speech model (Whisper) takes features [channels, frames]. A mapping may contain decoder_input_ids to replace the
+        start of the text.
+    num_return_sequences: samples per prompt. Each prompt is prefilled once.
+    temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's value): applied in
+        transformers' order.
+    seed: equal seed and output index give the same text in any batch, if the draft length is fixed and the drafter
+        reads only the row itself ("suffix" reads all rows), since a sampled text depends on the verified drafts. With
+        `verification="coupled"`, the text is the same for every draft and draft length, including 0.
+    draft_length: an int for a fixed length (0 is regular decoding), or a policy. None is the default policy: `Goodput`
+        if measured costs of the pair are available, else 5. `bass calibrate` measures costs; costs of the embedded pair
+        on CPUs are part of the library.
+    verification: "token", "block" or "coupled". The text is the same for all three at temperature 0.
+    attention: "auto" selects the fastest attention path that passes a check with the models. "ragged", "pad", "split"
+        and "eager" select a path, or raise ValueError if the check fails.
+    compile: "off" launches operators one by one. "graphs" captures CUDA graphs for each batch size and draft length at
+        its first repetition in this call; to decode many short texts in separate calls, keep a `Session`. "compiled"
+        runs the models' layers through torch.compile (seconds per shape, once per process). "compiled+graphs" is both,
+        and fastest. "auto" is "graphs" on a GPU if the models and options permit, else "off".
+    acceptance: None for real acceptance. A `bass_lab.SyntheticAcceptance` draws accepted lengths for benchmarks; texts
+        are then meaningless, and `Generation.synthetic` is True.
+    max_batch_size: rows decoded at once (None: all). Waiting rows take free batch slots.
+    eos_token_id: None for the model's value, () for no EOS.
+    stop: strings that end a row. A special token, such as "<|im_end|>", ends the row at this token.
+    generation_config: None for the target's own. eos_token_id and repetition_penalty apply unless given in the call.
+        Other options that would change the text raise ValueError, as do lengths and numbers of sequences. Sampling
+        parameters with do_sample=True must equal those of the call; the target's own are ignored.
+    time_budget: seconds from the call, checked between steps. Rows then end with reason "budget".
+    on_row_error: "raise", or "finish" to end rows with NaN logits with reason "error" and continue.
+    on_step: called with a StepEvent after each step.
+    trace: "off", "steps" or "tokens".
 
-    Raises ValueError / TypeError for input that cannot be honoured, before any forward pass; FloatingPointError for
-    logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
+    Raises ValueError or TypeError for invalid input before any forward pass, FloatingPointError for NaN or infinite
+    logits. Afterwards, also after an error, the models' state is restored and caches are freed.
     """
     ends = deadline(time_budget)
     ids = prompts_of(pair, prompts, max_new_tokens, generation_config)
@@ -184,7 +185,7 @@ def generate(
         handles = _submit(session, ids, samples, max_new_tokens)
 
         try:
-            # What `on_step` calls finds the models as their owner left them, at the price of switching at each step.
+            # Without `on_step`, switch the models once. A callback must find the models in the owner's state.
             with session.prepared() if on_step is None else nullcontext():
                 for event in steps_until(session, handles, ends):
                     if on_step is not None:
@@ -204,19 +205,18 @@ def stream(
     time_budget: float | None = None,
     **options: Any,
 ) -> Iterator[tuple[int, str]]:
-    """Yield (row, text) as the text of rows becomes final: the next piece of that row, never taken back.
+    """Yield (row, text) when more text of a row is final. The joined pieces of a row are the row's text.
 
-    Arguments as in `generate` (but for `on_step`), rows numbered as there; a row's pieces, joined, are its text. What
-    may still change is held back (`FinalText`, which does so for rows of a `Session`). Leaving the loop ends the
-    decoding. Raises at once what `generate` raises before its first pass, and ValueError for a pair without a
-    tokenizer.
+    Arguments and row numbers as in `generate`, without `on_step`. Text that may still change is held back (see
+    `FinalText`). Leaving the loop ends the decoding. Invalid arguments raise at the call, as in `generate`. Raises
+    ValueError for a pair without a tokenizer.
     """
     if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
-        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
+        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; use the arguments of generate()")
     ends = deadline(time_budget)
     ids = prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
-        raise ValueError("stream yields texts, and the pair has no tokenizer: ModelPair(..., tokenizer=...)")
+        raise ValueError("stream yields texts, but the pair has no tokenizer; use ModelPair(..., tokenizer=...)")
     samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
     most = len(ids) * samples if max_batch_size is None else max_batch_size
     session = Session(pair, max_batch_size=most, **options)
@@ -226,26 +226,26 @@ def stream(
 async def astream(
     pair: ModelPair, prompts: PromptLike | Sequence[PromptLike], **options: Any
 ) -> AsyncIterator[tuple[int, str]]:
-    """`stream` for `async for`: steps run in a thread, one after the other, and the event loop goes on meanwhile.
+    """`stream` for `async for`. Steps run in a thread, and the event loop continues meanwhile.
 
-    Models decode for one stream at a time: give several prompts to one, or each stream models of its own.
+    A model can decode for only one stream at a time. Pass several prompts to one stream, or load models per stream.
     """
     pieces, waiting = stream(pair, prompts, **options), None
     try:
         while True:
-            # A future, and no task: `asyncio.run`, when it ends early, cancels all of these, whatever they wait for.
+            # A future instead of a task, since `asyncio.run` cancels all tasks when it ends early.
             waiting = asyncio.get_running_loop().run_in_executor(None, next, pieces, None)
             if (piece := await asyncio.shield(waiting)) is None:
                 return
             yield piece
     finally:
         if waiting is not None:
-            await asyncio.wait([waiting])  # cancelled: the step that runs ends first
+            await asyncio.wait([waiting])  # on cancellation, wait for the running step
         pieces.close()
 
 
 def deadline(time_budget: float | None) -> float | None:
-    """The clock at which a call that begins now ends."""
+    """Return the `time.monotonic()` at which a call that begins now must end."""
     return None if time_budget is None else time.monotonic() + checks.seconds("time_budget", time_budget)
 
 
@@ -256,7 +256,7 @@ def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_t
 
 
 def steps_until(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[StepEvent]:
-    """Steps until all rows have ended, or the clock says so."""
+    """Run and yield steps until all rows have ended or the time `ends` has come."""
     while not session.idle:
         if ends is not None and time.monotonic() >= ends:
             for handle in handles:
@@ -272,6 +272,6 @@ def _pieces(session: Session, handles: Sequence[Request], ends: float | None) ->
             for row, new in zip(event.rows, event.new_tokens, strict=True):
                 if piece := texts[row].feed(new, ended=handles[row].finish_reason is not None):
                     yield row, piece
-        for row, text in enumerate(texts):  # those that the clock has ended
+        for row, text in enumerate(texts):  # rows that ended by the time budget
             if piece := text.feed(ended=True):
                 yield row, piece

@@ -1,17 +1,16 @@
-"""`bass_generate`: the engine behind `transformers`' own `generate`.
+"""`bass_generate`: the engine as `custom_generate` of transformers' `generate`.
 
     model.generate(**inputs, custom_generate=bass_generate, draft_model=draft, do_sample=True, num_return_sequences=8)
 
-transformers prepares everything as for its own decoding and calls us in place of its loop. What it prepared is either
-honoured or refused by name: nothing that would change the text is dropped in silence. Four arguments of `generate`
-never reach a callable (transformers 5.17 to 5.24). Two are looked up where they stand, in `generate`'s frame:
+transformers prepares the inputs as for its own decoding and calls `bass_generate` instead of its loop. Unsupported
+inputs that would change the text raise an error. Four arguments of `generate` never reach a callable (transformers
+5.17 to 5.24). `bass_generate` reads the first two from the frame of `generate`:
 
-* `assistant_model` is the draft model, for a single sequence: `generate` itself refuses it with more. Where neither it
-  nor `draft_model` is given, the call is refused: drafts come from somewhere that the caller chose.
-* `streamer` hears tokens as they are committed, of a single sequence as ever, and of the end, also after an error.
-* `tokenizer` is gone, so `generate` raises for `stop_strings` whether it was passed or not. Use
-  `bass_core.generate(..., stop=...)`.
-* `assistant_tokenizer` is gone: draft and target must share a vocabulary.
+* `assistant_model` is the draft model. `generate` accepts it only for a single sequence. Without `assistant_model` and
+  `draft_model`, `bass_generate` raises ValueError.
+* `streamer` receives the committed tokens of a single sequence, and the end, also after an error.
+* `tokenizer` is missing, so `generate` always raises for `stop_strings`. Use `bass_core.generate(..., stop=...)`.
+* `assistant_tokenizer` is missing: draft and target must share a vocabulary.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from bass_core.options import among, asked_for
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import BEGINS
 
-# Fields of a GenerationConfig that are honoured, or say nothing about decoding.
+# Fields of a GenerationConfig that are supported or do not affect decoding.
 HONOURED = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample", "num_return_sequences",
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
     "return_dict_in_generate", "transformers_version", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
-# Fields that change no text: caches, compilation, other systems' drafts, and beams where there are none.
+# Fields that do not change the text: caches, compilation, drafts of other systems, beam options without beams.
 NEUTRAL = {
     "assistant_confidence_threshold", "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config",
     "continuous_batching_config", "disable_compile", "early_stopping", "is_assistant", "length_penalty", "low_memory",
@@ -53,7 +52,7 @@ NEUTRAL = {
     "prefill_chunk_size", "target_lookbehind", "use_cache",
 }  # fmt: skip
 HONOURED_OF_READERS = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
-# Their processors: the option each is made from, and the attribute that holds its value.
+# Supported processors: the option from which `generate` makes each processor, and the attribute with the value.
 PROCESSORS = {
     transformers.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     transformers.TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -68,27 +67,27 @@ PROCESSORS = {
 }
 CRITERIA = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria)
 INSTEAD = {
-    "num_beams": "beam search has no speculative form; sample with do_sample=True, num_return_sequences=…",
+    "num_beams": "speculative decoding has no beam search; sample with do_sample=True, num_return_sequences=…",
     "use_mtp": "pass draft_model=…",
     "prompt_lookup_num_tokens": "pass draft_model=NgramDrafter()",
     "assistant_early_exit": "pass draft_model=…",
-    "output_scores": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
-    "output_logits": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
+    "output_scores": "return_dict_in_generate=True returns the tokens' log-probabilities in `generation.logprobs`",
+    "output_logits": "return_dict_in_generate=True returns the tokens' log-probabilities in `generation.logprobs`",
     "forced_eos_token_id": "give one id, or do_sample=False",
-    "encoder_outputs": "pass the sources (input_ids or input_features), of which a draft has its own encoding",
-    internals.CACHE: "the engine brings its own cache; pass the whole text as input_ids",
+    "encoder_outputs": "pass the sources (input_ids or input_features), since the draft model has its own encoder",
+    internals.CACHE: "the engine has its own cache; pass the whole text as input_ids",
     "inputs_embeds": "pass token ids (input_ids)",
-    "streamer": "it shows one sequence; pass on_step=…, which is called with the tokens of every row",
-    "trace": "it is returned with return_dict_in_generate=True",
+    "streamer": "a streamer receives a single sequence; pass on_step=…, which receives the tokens of every row",
+    "trace": "set return_dict_in_generate=True, whose result contains the trace",
 }
-HEARD = "models that hear have a `generate` of their own, segment by segment; call bass_core.generate(pair, features)"
+HEARD = "a speech model's own `generate` decodes by segments; call bass_core.generate(pair, features)"
 
 
 @dataclass
 class BassOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with return_dict_in_generate=True: `sequences`, and our `generation`.
+    """Result with return_dict_in_generate=True: `sequences` as in transformers, and `generation`.
 
-    generation: log-probabilities, reasons for ending and the trace; its sequences are without prompt and padding.
+    generation: the `Generation` with log-probabilities, finish reasons, trace and sequences without prompt and padding.
     """
 
     generation: Generation | None = None
@@ -113,27 +112,27 @@ def bass_generate(
     inputs_tensor: Tensor | None = None,
     **model_kwargs,
 ) -> Tensor | BassOutput:
-    """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
+    """Decode by batched speculative decoding in `model.generate(..., custom_generate=bass_generate)`.
 
-    The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
-    draft_model: a smaller model of the same vocabulary, any `Drafter`, "ngram" or "suffix"; None takes
-        `assistant_model`, and there has to be one.
-    draft_length, verification, attention, compile, max_batch_size: as there.
-    seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
-    on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream several;
-        for one sequence, transformers' `streamer` does.
-    trace: "steps" or "tokens" need return_dict_in_generate=True, whose result holds the trace.
+    Pass these arguments to `model.generate`:
+    draft_model: a smaller model with the same vocabulary, any `Drafter`, "ngram" or "suffix". None uses
+        `assistant_model`, which is then required.
+    draft_length, verification, attention, compile, max_batch_size: as in `bass_core.generate`.
+    seed: None draws a seed from torch's global generator (set by `torch.manual_seed`) if tokens are sampled.
+    on_step: called with a StepEvent after each step, with row ids of the output. Use this to stream several sequences,
+        and transformers' `streamer` for a single sequence.
+    trace: "steps" or "tokens" require return_dict_in_generate=True; the result then contains the trace.
 
-    Returns int64 [B * num_return_sequences, P + N] on the input's device: the prompts with their left padding, then the
-    new tokens, padded on the right with pad_token_id to the longest row. Greedy text is that of `generate`, sampled
-    text has the same law (with other random numbers); a prompt is prefilled once for all of its samples. Dropout is off
-    also in training mode. Padding is never penalised as a repetition (transformers 5.17 counts the pad token as seen).
-    max_time is checked between steps, also before the first; rows may then differ in length, and be empty. Of an
-    encoder-decoder model the prompts are what its texts begin with; inputs_tensor, which `generate` hands over, is what
-    they are texts of.
+    Returns int64 [B * num_return_sequences, P + N] on the input's device: the prompts with left padding, then the new
+    tokens, padded on the right with pad_token_id. Greedy text equals that of `generate`. Sampled text has the same
+    distribution, with other random numbers. Each prompt is prefilled once for all samples. Dropout is off, also in
+    training mode. Padding is never penalized as a repetition (transformers 5.17 counts the pad token as seen). max_time
+    is checked before the first step and between steps; rows may then differ in length or be empty. For an
+    encoder-decoder model, the prompts are the decoder's first tokens, and `generate` passes the sources as
+    inputs_tensor.
 
-    Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
-    hide anything but left padding (of sources: right padding), and where `bass_core.generate` does.
+    Raises ValueError for other processors, stopping criteria, generation options or model inputs, for masks that hide
+    anything except left padding (right padding of sources), and under the conditions of `bass_core.generate`.
     """
     streamer, stream = internals.generate_argument("streamer"), None
     with ExitStack() as ending:
@@ -172,7 +171,7 @@ def bass_generate(
             prompts,
             **stops,
             **sampling,
-            **among(locals()) | {"generation_config": _never_chosen(generation_config)},  # all else is in the call
+            **among(locals()) | {"generation_config": _never_chosen(generation_config)},  # the rest is in the call
             on_step=stepped if hearers else None,
         )
         rows = _with_forced(generation, generation_config, forced, generation_config.max_length - width)
@@ -184,14 +183,14 @@ def bass_generate(
 
 
 def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrainedModel | Drafter:
-    """What was chosen to draft. Raises ValueError where nothing was, or two."""
+    """Return the caller's draft model or drafter. Raises ValueError if none or two are given."""
     assistant = internals.generate_argument("assistant_model")
     if draft_model is not None and assistant is not None:
-        raise ValueError("give draft_model or assistant_model: both say where drafts come from")
+        raise ValueError("two draft models are given; pass either draft_model or assistant_model")
     if draft_model is None and assistant is None:
         raise ValueError(
-            "bass_generate does not guess where drafts come from: pass draft_model=small, a smaller model of the same "
-            'vocabulary, or draft_model="ngram" to look them up in the text'
+            "bass_generate must know where drafts come from: pass draft_model=small, a smaller model with the same "
+            'vocabulary, or draft_model="ngram" to look up drafts in the text'
         )
     chosen = assistant if draft_model is None else named(draft_model) or draft_model
     if not isinstance(chosen, PreTrainedModel | Drafter):
@@ -201,10 +200,10 @@ def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrai
 
 
 class _Stream:
-    """Sends the tokens of the one row to a streamer as they are committed, each once."""
+    """Sends the committed tokens of a single row to a streamer."""
 
     def __init__(self, streamer: BaseStreamer, first: list[int], last_may_change: bool):
-        """first: tokens that the row begins with. last_may_change: the newest token is held back."""
+        """first: the first tokens of the row. last_may_change: hold back the newest token."""
         self._streamer, self._row, self._held, self._sent = streamer, list(first), int(last_may_change), 0
 
     def stepped(self, event: StepEvent) -> None:
@@ -220,11 +219,11 @@ class _Stream:
 
 def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
     instead = INSTEAD.get(name, "leave it out, or call generate without custom_generate")
-    raise ValueError(f"bass_generate cannot honour {kind}{name}={str(value)[:60]}: {instead}")
+    raise ValueError(f"bass_generate does not support {kind}{name}={str(value)[:60]}: {instead}")
 
 
 def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
-    """Raises ValueError for a field that would change the text. Fields that transformers does not know change none."""
+    """Raise ValueError for an unsupported field that would change the text. Ignores fields unknown to transformers."""
     if config.do_sample and isinstance(config.forced_eos_token_id, list) and len(config.forced_eos_token_id) > 1:
         _refuse("forced_eos_token_id", config.forced_eos_token_id, "the generation option ")  # `generate` draws one
     known, honoured = vars(GenerationConfig()), HONOURED | NEUTRAL
@@ -236,12 +235,12 @@ def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
         if name in known:
             _refuse(name, value, "the generation option ")
         if pair.target.main_input_name == FEATURES:
-            raise ValueError(f"bass_generate cannot honour {name}={str(value)[:60]}: {HEARD}")
+            raise ValueError(f"bass_generate does not support {name}={str(value)[:60]}: {HEARD}")
 
 
 def _refuse_other_inputs(model_kwargs: dict) -> None:
-    """`generate` itself adds masks, positions, an empty cache, what the encoder made and two flags; anything else came
-    from the caller."""
+    """Raise ValueError for model inputs of the caller. `generate` itself adds masks, positions, an empty cache, encoder
+    outputs and two flags."""
     if (internals.generate_argument("kwargs") or {}).get("encoder_outputs") is not None:
         _refuse("encoder_outputs", "those of the caller")
     cache = model_kwargs.get(internals.CACHE)
@@ -260,13 +259,13 @@ def _refuse_other_inputs(model_kwargs: dict) -> None:
 def _refuse_other_processors(
     processors: LogitsProcessorList, config: GenerationConfig, width: int, forced: int, starts: list[int]
 ) -> None:
-    """Every processor is one that `generate` makes from an honoured option. width: the prompts', padding included.
-    forced: how many tokens rows are forced to begin with. starts: where each prompt begins, behind its padding."""
+    """Raise ValueError for a processor that `generate` does not make from a supported option. width: of the prompts,
+    with padding. forced: number of forced first tokens. starts: index of each prompt's first token after padding."""
     seen = set()
     for processor in processors:
         kind = type(processor)
         if kind is transformers.MinLengthLogitsProcessor and processor.min_length <= width:
-            continue  # the prompts are that long already
+            continue  # the prompts have this length already
         if kind in (transformers.MinLengthLogitsProcessor, transformers.MinNewTokensLengthLogitsProcessor):
             name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
             _refuse(name, getattr(config, name), "the generation option ")
@@ -275,18 +274,18 @@ def _refuse_other_processors(
             name = "prefix_allowed_tokens_fn" if constrained else kind.__name__
             instead = f"set the option {PROCESSORS[kind][0]}" if kind in PROCESSORS else "leave it out"
             raise ValueError(
-                f"bass_generate cannot honour the logits processor {name}: {instead}, or call generate without "
-                f"custom_generate; honoured are the options {', '.join(option for option, _ in PROCESSORS.values())}"
+                f"bass_generate does not support the logits processor {name}: {instead}, or call generate without "
+                f"custom_generate. Supported are the options {', '.join(option for option, _ in PROCESSORS.values())}"
             )
         seen.add(kind)
 
 
 def _made_from_option(processor: LogitsProcessor, config: GenerationConfig, first: int, starts: list[int]) -> bool:
-    """first: where the first token is chosen."""
+    """Return True if `generate` made the processor from a supported option. first: index of the first new token."""
     if type(processor) not in PROCESSORS:
         return False
     option, attribute = PROCESSORS[type(processor)]
-    ignored = getattr(processor, "prompt_ignore_length", None)  # generate's ignores padding, or nothing
+    ignored = getattr(processor, "prompt_ignore_length", None)  # `generate` sets the padding, or None
     if isinstance(ignored, int) or (ignored is not None and ignored.tolist() != starts):
         return False
     theirs, ours = getattr(processor, attribute), getattr(config, option)
@@ -296,7 +295,7 @@ def _made_from_option(processor: LogitsProcessor, config: GenerationConfig, firs
 
 
 def _sampling(config: GenerationConfig) -> dict[str, float]:
-    """`config`'s processing as our options; None is off, and temperature 0 is greedy."""
+    """Return the sampling options of `config` as options of `bass_core.generate`. None means off."""
     off = {"repetition_penalty": 1.0}
     if config.do_sample:
         off |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -305,13 +304,14 @@ def _sampling(config: GenerationConfig) -> dict[str, float]:
 
 
 def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dict[str, Any]:
-    """When rows end: max_new_tokens (at least 1, as `generate` looks after each token, but those that they are forced
-    to begin with are no new ones), time_budget, eos_token_id."""
+    """Return max_new_tokens, time_budget and eos_token_id. `generate` checks criteria after each token and so emits at
+    least one token. Forced first tokens are part of the prompt here."""
     for criterion in criteria:
         if type(criterion) not in CRITERIA:
             raise ValueError(
-                f"bass_generate cannot honour the stopping criterion {type(criterion).__name__}: leave it out, or call "
-                "generate without custom_generate; honoured are max_new_tokens, max_length, max_time and eos_token_id"
+                f"bass_generate does not support the stopping criterion {type(criterion).__name__}: leave it out, or "
+                "call generate without custom_generate. Supported are max_new_tokens, max_length, max_time and "
+                "eos_token_id"
             )
 
     def all_of(kind: type) -> list:
@@ -329,66 +329,66 @@ def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dic
 
 
 def _never_chosen(config: GenerationConfig) -> GenerationConfig:
-    """Which ids texts may not have, which the engine reads of a configuration."""
+    """Return a configuration with only the suppressed ids."""
     names = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
     return GenerationConfig(**{name: getattr(config, name) for name in names})
 
 
 def _forced_first(config: GenerationConfig, input_ids: Tensor) -> list[int]:
-    """The token that texts are forced to have first; as in `generate`, texts that begin with one token alone."""
+    """Return the forced first token, if any. As in `generate`, only prompts of a single token get a forced token."""
     forced = config.forced_bos_token_id
     return [] if forced is None or input_ids.shape[1] > 1 else [forced]
 
 
 def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int], most: int) -> list[Tensor]:
-    """The rows as `generate` returns them: with the token that is forced to be first, and with the one that is forced
-    to be last as token number `most`, whatever the model chose there."""
+    """Return the rows as in `generate`: prepend the forced first token, and replace token number `most` by the forced
+    last token."""
     rows = [torch.cat([row.new_tensor(forced), row]) for row in generation.sequences]
     if (last := config.forced_eos_token_id) is not None:
         for row in rows:
             if len(row) == most:
-                row[-1] = last if isinstance(last, int) else min(last)  # of equal logits `argmax` takes the first
+                row[-1] = last if isinstance(last, int) else min(last)  # among equal logits, `argmax` takes the first
     return rows
 
 
 def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[int]) -> list[dict[str, Tensor]]:
-    """What each row of input_ids [B, P] is a text of, without padding. read: [B / n, S] or features; mask [B, S]."""
+    """Return the source of each row of input_ids [B, P] without padding. read: [B / n, S] or features; mask [B, S]."""
     begins = torch.cat([input_ids, input_ids.new_tensor(forced).expand(len(input_ids), -1)], 1).cpu()
     read = read.repeat_interleave(len(input_ids) // len(read), 0).cpu()
     if read.is_floating_point():
         return [{FEATURES: row, BEGINS: begin} for row, begin in zip(read, begins, strict=True)]
     if read.min() < 0:
-        _refuse("encoder_outputs", "those of sources that are not given")
+        _refuse("encoder_outputs", "outputs without sources")
     kept = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu() != 0
     if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
         raise ValueError(
-            "an attention_mask of sources must have zeros on the right of each row only: generate counts positions "
-            "from the padding on. Pad with tokenizer.padding_side='right'"
+            "an attention_mask of sources must have zeros only on the right of each row, since generate counts padding "
+            "as positions; pad with tokenizer.padding_side='right'"
         )
     rows = [row[shown] for row, shown in zip(read, kept, strict=True)]
     return [{"input_ids": row, BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
 
 
 def _padding(config: GenerationConfig, stops: dict, rows: int) -> int:
-    """The id that fills rows which ended early; without one, rows that may do so are refused."""
+    """Return the padding id. Raises ValueError if there is none and rows may end at different lengths."""
     pad = internals.padding_id(config)
     if pad is not None:
         return pad
     if rows > 1 and (stops["eos_token_id"] or stops["time_budget"] is not None):
-        raise ValueError("rows may end at different lengths, and there is no pad_token_id: pass one to generate")
-    return 0  # all rows end at the same length
+        raise ValueError("rows may end at different lengths, which needs padding: pass pad_token_id to generate")
+    return 0  # no padding is needed
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[Tensor]:
-    """The rows [P_b] without their left padding. input_ids, mask: [B, P]; equal rows will share a prefill."""
+    """Return the rows [P_b] without left padding. input_ids, mask: [B, P]."""
     kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
     usual = kept.long().cumsum(-1) - 1
-    positions = usual if position_ids is None else position_ids  # generate makes them as wide as the mask was
+    positions = usual if position_ids is None else position_ids  # as wide as the mask in `generate`
     if not kept.shape[1] == positions.shape[-1] == input_ids.shape[1] or bool((kept[:, :-1] & ~kept[:, 1:]).any()):
         raise ValueError(
-            "attention_mask must have the shape of input_ids and zeros on the left of each row only (it is inferred "
-            "from pad_token_id if not given). Pad with tokenizer.padding_side='left'"
+            "attention_mask must have the shape of input_ids and zeros only on the left of each row (generate infers a "
+            "missing mask from pad_token_id); pad with tokenizer.padding_side='left'"
         )
     if bool(((positions != usual) & kept).any()):
-        raise ValueError("position_ids other than 0, 1, 2, … from each row's first token cannot be honoured: drop them")
+        raise ValueError("position_ids must be 0, 1, 2, … from each row's first token; leave out position_ids")
     return [row[shown] for row, shown in zip(input_ids.cpu(), kept.cpu(), strict=True)]

@@ -1,4 +1,4 @@
-"""State that a Ctrl-C must not leave half changed."""
+"""Protect state changes against an interruption by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def always(action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` on the way out, and again in case a Ctrl-C falls into the first call. action: may be repeated."""
+    """Call `action` on exit, twice, in case a Ctrl-C interrupts the first call. action: must be idempotent."""
     try:
         try:
             yield
@@ -19,16 +19,16 @@ def always(action: Callable[[], None]) -> Iterator[None]:
 
 
 class Exclusive:
-    """A lock that is held by one `holder` at a time, and that anybody may release in that holder's name.
+    """A lock held by one `holder` object at a time. Any thread may release the lock for the holder.
 
-    Unlike `threading.Lock`, a holder that a Ctrl-C interrupts while it acquires the lock can still tell whether it has.
+    Unlike `threading.Lock`, a holder interrupted by Ctrl-C in `acquire` can check `held_by`.
     """
 
     def __init__(self) -> None:
         self._holder: dict[str, object] = {}  # `setdefault` is atomic
 
     def acquire(self, holder: object) -> bool:
-        """Return True if `holder` has the lock now, False if another one has it."""
+        """Return True if `holder` has the lock now, False if another holder has the lock."""
         return self._holder.setdefault("", holder) is holder
 
     def held_by(self, holder: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a session is asked for beyond its prompts, declared and checked once, before any forward pass."""
+"""Options of a session, declared and checked once, before any forward pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import generation_defaults
 from bass_core.policies.protocol import DraftLengthPolicy
 
-LEVELS = ("off", "steps", "tokens")  # of a trace
+LEVELS = ("off", "steps", "tokens")  # values of trace=
 COMPILE = ("auto", "off", "graphs", "compiled", "compiled+graphs")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a `Session`, as `generate` describes them; `Session` has the defaults. Raises ValueError or
-    TypeError for what nobody can honour; `resolved` does for what a pair cannot."""
+    """The options of a `Session`; see `generate`. Raises ValueError or TypeError for invalid values, and `resolved` for
+    values unsupported by the pair."""
 
     max_batch_size: int
     temperature: float
@@ -55,12 +55,12 @@ class Options:
         checks.one_of("compile", self.compile, COMPILE)
         if isinstance(self.acceptance, str):
             raise TypeError(
-                f"acceptance must be None or an object that draws accepted counts, got {self.acceptance!r}; write "
+                f"acceptance must be None or an object that draws accepted lengths, got {self.acceptance!r}; write "
                 f"bass_lab.SyntheticAcceptance.named({self.acceptance!r})"
             )
 
     def resolved(self, pair: ModelPair) -> Resolved:
-        """Return what these options mean for a pair, whose target may have a `generation_config` of its own."""
+        """Return the options for a pair, including its target's `generation_config`."""
         vocabulary = pair.target.config.get_text_config().vocab_size
         config = generation_config(pair.target, self.generation_config)
         penalty = (config.repetition_penalty or 1.0) if self.repetition_penalty is None else self.repetition_penalty
@@ -72,12 +72,12 @@ class Options:
 
 
 def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among a function's arguments (its `locals()`)."""
+    """Return the session options among a function's `locals()`."""
     return {each.name: arguments[each.name] for each in fields(Options) if each.name in arguments}
 
 
 class Resolved(NamedTuple):
-    """`Options` for a pair. never, not_first: ids that no text may have, and that none may begin with."""
+    """`Options` for a pair. never: ids suppressed in the whole text. not_first: ids suppressed as the first token."""
 
     vocabulary: int
     config: GenerationConfig
@@ -90,7 +90,7 @@ class Resolved(NamedTuple):
 
 # --- a model's generation_config ------------------------------------------------------------------
 
-# Options of a model's `generation_config` that change its text, and that the engine does not know.
+# Options of a `generation_config` with an effect on the text, but without support in the engine.
 UNKNOWN_OPTIONS = (
     "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
     "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
@@ -104,31 +104,30 @@ SAID_IN_THE_CALL = ("max_new_tokens", "max_length", "num_return_sequences", "max
 
 
 def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
-    """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
-    text and cannot be honoured."""
+    """Return `given`, or the target's own configuration. Raises ValueError for unsupported options."""
     for name, value in asked_for(given, SAID_IN_THE_CALL) if given else ():
         raise ValueError(
-            f"generation_config says {name}={value!r}, which is not read there: say so in the call (max_new_tokens, "
-            "num_return_sequences, time_budget)"
+            f"generation_config has {name}={value!r}, which only the call can set; pass max_new_tokens, "
+            "num_return_sequences or time_budget to the call"
         )
     config = (target.generation_config if given is None else given) or GenerationConfig()
     reads = target.config.is_encoder_decoder
     for name, value in asked_for(config, UNKNOWN_OPTIONS):
-        # Texts begin with the one (`first_ids`); where a text is cut off, which the other marks, is told by its end.
+        # `first_ids` adds the forced first token. A forced last token would only mark texts that are cut off.
         if reads and name in ("forced_bos_token_id", "forced_eos_token_id"):
             continue
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue  # `suppressed`
         kept = "" if config.eos_token_id is None else f"eos_token_id={config.eos_token_id}"
         raise ValueError(
-            f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
-            f"generation_config=transformers.GenerationConfig({kept}) decodes without what it asks for"
+            f"the generation_config of {type(target).__name__} has {name}={value!r}, which is not supported; to decode "
+            f"without this option, pass generation_config=transformers.GenerationConfig({kept})"
         )
     return config
 
 
 def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> None:
-    """Raises ValueError if the caller's config asks for other sampling than the call, which alone is read."""
+    """Raise ValueError if the caller's generation_config has other sampling parameters than the call."""
     if given is None or not given.do_sample:
         return
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -136,14 +135,14 @@ def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> No
         asked = 1.0 if name == "temperature" and asked is None else asked
         if asked is not None and asked != ours:
             raise ValueError(
-                f"generation_config says {name}={asked} with do_sample=True, and the call {name}={ours}: sampling is "
-                f"set in the call; write {name}={asked} there"
+                f"generation_config has {name}={asked} with do_sample=True, but the call has {name}={ours}; pass "
+                f"{name}={asked} in the call"
             )
 
 
 def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
-    """The ids that no text may have, and those that none may begin with. ends: ids that end rows, which are no bad
-    words, as in `generate`."""
+    """Return the ids suppressed in the whole text, and the ids suppressed as the first token. ends: EOS ids, which are
+    never suppressed as bad words, as in transformers."""
     bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
     never = bad.union(config.suppress_tokens or ())
     first = set(config.begin_suppress_tokens or ())
@@ -151,7 +150,7 @@ def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -
 
 
 def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of these options, with their values, that are set, and to something else than `generate` takes anyway."""
+    """Yield names and values of the options with other values than transformers' defaults."""
     defaults = generation_defaults()
     for name in names:
         value = getattr(config, name, None)
@@ -160,7 +159,7 @@ def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[
 
 
 def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
-    """The ids that end a row: those of `config` where None, none at all for ()."""
+    """Return the ids for the end of a row. None uses the ids of `config`; () means no ids."""
     if eos_token_id is None:
         eos_token_id = () if config.eos_token_id is None else config.eos_token_id
     if isinstance(eos_token_id, Tensor):
@@ -174,12 +173,12 @@ def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, 
 
 
 def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
-    """The finder of stop strings; None if there are none. One that is a special token ends a row where that occurs."""
+    """Return the stop strings of an argument, or None for an empty list. A special token is matched by its id."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(string, str) for string in strings):
         raise TypeError(f"stop must be a str or a list of str, got {stop!r}")
     if "" in strings:
-        raise ValueError("stop contains the empty string, which would end every row at once; remove it")
+        raise ValueError("stop contains the empty string, which would end every row at once; remove this string")
     if not strings:
         return None
     if tokenizer is None:
@@ -192,13 +191,14 @@ def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase |
             special.add(hidden[string])
         elif hidden:
             raise ValueError(
-                f"stop {string!r} contains {min(hidden)!r}, a special token, which no text shows; give that alone"
+                f"stop {string!r} contains the special token {min(hidden)!r}, which does not appear in texts; use the "
+                f"special token alone"
             )
     return StopStrings(strings, tokenizer, frozenset(special))
 
 
 def _hidden_in(string: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens that a string contains, which texts do not show, and their ids."""
+    """Return the ids of the special tokens in a string, by token. Texts do not show special tokens."""
     named = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in named if token and token in string}
     return {token: each for token, each in ids.items() if not tokenizer.decode([each], skip_special_tokens=True)}

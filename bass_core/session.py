@@ -1,7 +1,7 @@
-"""The loop: plan, draft, verify, commit. Every row accepts its own number of drafted tokens.
+"""The decoding loop: plan, draft, verify, commit. Every row accepts its own number of draft tokens.
 
-`Session` is the stepwise engine; `generate` is a thin loop over it. Regular decoding is the same loop with draft length
-0. Storage, randomness and bookkeeping have modules of their own, so that `_decode` reads like the algorithm.
+`Session` is the stepwise engine, and `generate` is a thin loop over it. Regular decoding is the same loop with draft
+length 0. Storage, random numbers and bookkeeping are in other modules; `_decode` reads like the algorithm.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
 
 
 class StepRunning(RuntimeError):
-    """A session was to be changed while a step of it ran."""
+    """Raised for a change of a session while a step of this session runs."""
 
 
 class Session:
-    """Batched speculative decoding, one step at a time; requests may be submitted and cancelled between steps.
+    """Batched speculative decoding, one step at a time. Requests may be submitted and cancelled between steps.
 
-    Options as in `generate`. max_batch_size: rows decoded at once; further requests wait for a batch slot. Use it as a
-    context manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be
-    honoured.
+    Use a session as a context manager, or call `close`, to free the caches. Options that are not listed here are as in
+    `generate`. Raises ValueError or TypeError for unsupported options.
 
-    prefill_chunk: a longer prompt is read so many tokens at a time, at most one chunk between two decode steps, so that
-    running rows wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order in
-    which requests come; requests behind it with shorter prompts start in the other batch slots. Texts are the same.
-    trace: all but "off" keep something of every step, for as long as the session is open.
+    max_batch_size: number of batch slots. Further requests wait for a batch slot.
+    prefill_chunk: chunked prefill. Prompts longer than this many tokens are read in chunks, at most one chunk between
+        two decode steps, so that live rows wait only for a chunk. Long prompts are read one after the other. Later
+        requests with shorter prompts start in other batch slots. Texts do not change. None: read prompts whole.
+    trace: all values except "off" store data of every step while the session is open.
     """
 
-    on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
+    on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set by `profiling.profile`
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Session:
         self.options, self.pair = Options(**among(locals())), model_pair(pair)
         self.asked = self.options.resolved(pair)
         self.policy = policy_for(pair, draft_length)
-        paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
+        paths = [probe.resolve(model, attention) for model in pair.models]  # runs the models, so all other checks first
         how = execution(compile, pair.device, paths, trace, pair.launched_because)
         layers = how.layers(pair.device)
-        # Regular decoding asks no drafter: one that keeps nothing of rows stands for it.
+        # Regular decoding calls no drafter. `NgramDrafter` stores nothing per row.
         drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter
         slots, vocabulary = self.options.max_batch_size, self.asked.vocabulary
         keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": self.asked.never}
@@ -97,22 +97,23 @@ class Session:
         self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self.asked.eos)
         self.batch = Batch(self.rows, self.target, self.drafter, self.options.prefill_chunk)
         self.trace = Trace(trace, **self._about(paths, how))
-        me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next collected
+        me = weakref.ref(self)  # without a reference cycle, a dropped session frees its memory at once
         self.phases = Phases(pair.device, lambda: me()._listener())
         forced = None if acceptance is None else acceptance.on(pair.device)
         rules = self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
         fall_back = functools.partial(self.trace.meta.update, compile="off") if compile == "auto" else None
         self.device_step = how.step(EagerStep(self.rows, self.target, self.drafter, rules, self.phases), fall_back)
         self._not_first = torch.tensor(self.asked.not_first, dtype=torch.int64, device=pair.device)
-        # Its memory is from this stream's pool. None: on a CPU.
+        # The stream whose pool holds the session's memory; None on a CPU
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
         self._step = 0
-        self._turn = Exclusive()  # held by the step that runs now
-        self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
-        self._closed = self._committing = self._uncommitted = False  # by the host
+        self._turn = Exclusive()  # held by the running step
+        self._cancelled: deque[tuple[Request, str]] = deque()  # cancelled while a step runs
+        # _committing: the host is committing. _uncommitted: the device is ahead of the host.
+        self._closed = self._committing = self._uncommitted = False
 
     def _about(self, paths: list[str], how: Execution) -> dict[str, object]:
-        """Return what the trace says of the session."""
+        """Return the metadata of the trace."""
         pair, acceptance = self.pair, self.options.acceptance
         return {
             "attention": paths[0],
@@ -144,22 +145,22 @@ class Session:
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
-        """Queue a request; its row starts at the next step that has a batch slot for it. Returns its handle.
+        """Queue a request and return its handle. The row starts at the next step with a free batch slot.
 
         prompt: a text, a conversation, token ids or a source, as in `generate`.
-        temperature, top_k, top_p, min_p, repetition_penalty, seed, stop: the session's where None. The text is that of
-        a session with these options. On a GPU, steps with a row that is not sampled as the session says launch more.
-        sample: which of the seed's texts this is; the row number where None. A row of a given seed and sample has one
-        text, whatever else the session does.
-        ignore_eos: the row goes on after ids that end the session's rows.
-        row: the number that names the row in events and in the trace; a new one where None.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, stop: None uses the session's value. The text is the
+        same as in a session with these values. On a GPU, rows with sampling parameters of their own slow steps down.
+        sample: selects the random numbers together with the seed; None uses the row id. Equal seed and sample give
+        equal texts, under the conditions of `seed` in `generate`.
+        ignore_eos: do not end the row at EOS ids.
+        row: id of the row in events and in the trace; None uses a new id.
         deadline: seconds from now after which the row ends with reason "budget".
 
-        Requests of one prompt that wait together share its prefill: for n samples, submit it n times between two steps.
-        The handle counts what the row's steps have `drafted` and `accepted` so far.
+        Waiting requests with equal prompts share a prefill: for n samples, submit the prompt n times between two steps.
+        The handle's `drafted` and `accepted` count the row's draft tokens and accepted tokens so far.
 
-        Raises ValueError or TypeError for what cannot be decoded, RuntimeError once the session is closed. May be
-        called from other threads and inside a step.
+        Raises ValueError or TypeError for an invalid request, RuntimeError after `close`. May be called from other
+        threads and during a step.
         """
         self._refuse_closed()
         if not isinstance(prompt, Prompt):
@@ -170,14 +171,14 @@ class Session:
         params = self.asked.params.changed(**own, repetition_penalty=repetition_penalty)
         sample = None if sample is None else checks.integer("sample", sample)
         request = Request(
-            prompt=replace(prompt),  # rows that wait for equal ones share it, what is prefilled with it
+            prompt=replace(prompt),  # a copy, since waiting rows share the `Prompt` and its prefill
             max_new_tokens=max_new_tokens,
             seed=self.options.seed if seed is None else checks.integer("seed", seed, least=None),
             params=params,
             stop=self.asked.stop if stop is None else stop_strings(stop, self.pair.tokenizer),
             ignore_eos=ignore_eos,
             deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
-            row=(number := self.rows.number(row)),  # last: what is refused takes none
+            row=(number := self.rows.number(row)),  # last, so that an invalid request takes no id
             sample=number if sample is None else sample,
         )
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
@@ -190,23 +191,23 @@ class Session:
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
-        """End a row now, or at the end of the step that is running. The row keeps its tokens.
+        """End a row now, or at the end of the running step. The row keeps its tokens.
 
-        Raises TypeError for what is no handle, ValueError for one of another session."""
+        Raises TypeError if the argument is no handle, ValueError for a handle of another session."""
         self._check_own(handle)
         if not self._closed:
             self._cancelled.append((handle, reason))
             with suppress(StepRunning), self._alone():
-                pass  # rows end on the way out
+                pass  # `_alone` ends cancelled rows on exit
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
-        """Make room for rows of that many tokens, prompt included, now rather than as requests come."""
+        """Allocate the memory for rows of `positions` tokens, prompt included, now instead of on demand."""
         with self._alone(), self.target.cache.explaining():
             self.batch.reserve(positions)
 
     def result(self, handle: Request) -> Result:
-        """What a row has so far, or in the end. Raises as `cancel`."""
+        """Return the current result of a row, final if the row has ended. Raises like `cancel`."""
         self._check_own(handle)
         with on_stream(self._stream):
             tokens, logprobs = self.rows.generated(handle)
@@ -217,19 +218,19 @@ class Session:
 
     def _check_own(self, handle: Request) -> None:
         if not isinstance(handle, Request):
-            raise TypeError(f"a row is named by the handle that submit returned for it, got {handle!r}")
-        # In the order in which a row, in a step that runs elsewhere, comes by: it is in one of them at any time.
+            raise TypeError(f"handle must be a Request returned by submit, got {handle!r}")
+        # Checked in the order in which a step in another thread moves a row, so that no move is missed.
         if not (handle in self.rows.waiting or handle in self.rows.live or handle.finish_reason):
             raise ValueError(f"{handle!r} is a row of another session")
 
     @property
     def idle(self) -> bool:
-        """No row is live or waiting."""
+        """True if no row is live or waiting."""
         return not self.rows.live and not self.rows.waiting and not self._cancelled
 
     def close(self) -> None:
-        """Free the caches now, also while a traceback still holds the session. Raises RuntimeError inside a step."""
-        with suppress(torch.AcceleratorError), self._alone():  # a GPU that is lost: whoever asks it next hears of it
+        """Free the caches now, even if a traceback holds the session. Raises RuntimeError while a step runs."""
+        with suppress(torch.AcceleratorError), self._alone():  # the device was lost; the next CUDA call raises
             self._closed = True
             self.device_step.release()
             self.batch.release()
@@ -245,21 +246,20 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> StepEvent:
-        """Prefill waiting requests if there are batch slots for them, else take one decode step over the live rows, or
-        read a chunk of a long prompt, which moves no row.
+        """Run one step: prefill waiting requests if batch slots are free, decode the live rows, or read a prompt chunk.
 
-        Raises FloatingPointError if a model's logits are not numbers: no token of that step is committed. RuntimeError
-        inside a step, and after one was interrupted while it committed."""
+        Raises FloatingPointError if a model's logits are NaN or infinite; no token of this step is committed. Raises
+        RuntimeError while another step runs, and after a step was interrupted during its commit."""
         self._refuse_closed()
         with self._alone():
             return self._next_step()
 
     def _next_step(self) -> StepEvent:
         if self._committing:
-            raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
+            raise RuntimeError("an earlier step was interrupted during its commit; make a new session")
         if self._uncommitted:
             self._take_back()
-        self.batch.compact()  # what an interrupted step may have left
+        self.batch.compact()  # an interrupted step may have left finished rows
         self.batch.admitting = False
         for request in self.rows.expired():
             self.batch.end(request, "budget")
@@ -268,7 +268,7 @@ class Session:
                 self._uncommitted = True
                 if self.rows.live:
                     return self._decode()
-                self._take_back()  # all of its rows were ended
+                self._take_back()  # all rows of the overlapped step have ended
             starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
             if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
                 return self._read_chunk()
@@ -278,8 +278,8 @@ class Session:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nothing else changes rows inside; rows that are cancelled meanwhile end afterwards. Raises StepRunning inside
-        itself, and while another thread is in it."""
+        """Exclude other changes of rows. Rows cancelled inside the context end on exit. Raises StepRunning if the
+        context is already active, in this thread or another."""
         me = object()
 
         def leave() -> None:
@@ -298,20 +298,20 @@ class Session:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise RuntimeError("the session is closed and its caches are freed; make a new one")
+            raise RuntimeError("the session is closed; make a new session")
 
     def _decode(self) -> StepEvent:
         self.phases.enter("plan")
         plan = self.policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
-        planned, lengths = planned_lengths(plan, self.rows.view())  # [B], and cut to what each row may still emit
+        planned, lengths = planned_lengths(plan, self.rows.view())  # [B] each; lengths respects the rows' limits
         context = self.device_step.begin(len(self.rows.live), int(lengths.max()))
         self.phases.enter("draft")
         draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V] or None
         self.phases.enter("verify")
         self._uncommitted = True
-        report = self.device_step.verify(context, draft)  # rows' ends move; the host does not wait
+        report = self.device_step.verify(context, draft)  # advances rows on the device; the host does not wait
         commit = self._commit(context, draft, report)
-        drafted, accepted = draft.lengths_host, commit.accepted  # of which the drafter and the policy get copies
+        drafted, accepted = draft.lengths_host, commit.accepted  # [B]; the drafter and the policy receive copies
         self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
         self.policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         self.batch.compact()
@@ -319,10 +319,10 @@ class Session:
         return self._record("decode", planned, context, draft, report.p, commit)
 
     def _prefill(self, starting: list[Request]) -> StepEvent:
-        """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
+        """Admit waiting rows: one target and one draft pass over new prompts, then the first token of each row."""
         self.phases.enter("prefill")
         with self.batch.admission():
-            batch_slots, logits = self.batch.admit(starting)
+            batch_slots, logits = self.batch.admit(starting)  # logits [B, V]
             self.phases.enter("commit")
             context = self.device_step.context(batch_slots, 0)
             draft = Draft.none(context)
@@ -338,7 +338,7 @@ class Session:
         return self._record("prefill", np.zeros(len(batch_slots), np.int64), context, draft, report.p, commit)
 
     def _read_chunk(self) -> StepEvent:
-        """A chunk of a long prompt, by the target and by what drafts."""
+        """Read a chunk of a long prompt with the target and the drafter. No row advances."""
         self.phases.enter("prefill")
         request, chunk = self.batch.read_chunk()
         self.phases.enter("commit")
@@ -348,7 +348,7 @@ class Session:
         return StepEvent(self._step - 1, [], [], [], [])
 
     def _commit(self, context: Context, draft: Draft, report: StepReport) -> Commit:
-        """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
+        """Copy the step's report to the host, check the logits, and commit on the host."""
         found = report.on_host()
         self.rows.fetch_ended()
         failed = self._failed_rows(context, found)
@@ -358,19 +358,19 @@ class Session:
         return commit
 
     def _failed_rows(self, context: Context, found: HostReport) -> np.ndarray:
-        """bool [B]: rows to end with reason "error", since a model's logits were not numbers. Raises FloatingPointError
-        unless on_row_error is "finish"."""
+        """Return the rows with NaN or infinite logits, bool [B]; these end with reason "error". Raises
+        FloatingPointError if there are any and on_row_error is "raise"."""
         failed = ~(found.target_finite & found.draft_finite)
         if self.options.on_row_error == "raise" and failed.any():
             index = int(failed.argmax())
             role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
-            foreign = "" if isinstance(model, PreTrainedModel) else "(or ids that the target does not have) "
+            foreign = "" if isinstance(model, PreTrainedModel) else "(or ids outside the target's vocabulary) "
             row = self.rows.live[context.batch_slots[index]]
             self._take_back()
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"
-                f"for row {row.row} at step {self._step}; nothing of this step was committed. "
-                "on_row_error='finish' ends such rows and goes on with the others"
+                f"for row {row.row} at step {self._step}; no token of this step was committed. "
+                "Use on_row_error='finish' to end only the affected rows"
             )
         return failed
 
@@ -378,16 +378,16 @@ class Session:
         self.device_step.take_back()
         self._uncommitted = False
 
-    # --- what the loop rests on -------------------------------------------------------------------
+    # --- models and trace -------------------------------------------------------------------------
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Keep both models switched to this session's attention paths for many steps; nests."""
+        """Keep both models switched to this session's attention paths for many steps. May be nested."""
         with self.target.prepared(), self.drafter.prepared():
             yield
 
     def _listener(self) -> Listener | None:
-        """Who is told of phases as they begin."""
+        """Return the current listener for phases, or None."""
         return None if Session.on_phase is None else functools.partial(Session.on_phase, self, self._step)
 
     def _record(

@@ -1,4 +1,4 @@
-"""Where draft tokens come from, a way per file; what they have in common is in `protocol`."""
+"""Sources of draft tokens, one method per file. `protocol` has the common interface."""
 
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.feature import FeatureDrafter, FeatureHead, FeatureHeadConfig
@@ -9,7 +9,7 @@ NAMES = '"ngram" or "suffix"'
 
 
 def named(name: object) -> Drafter | None:
-    """The drafter that one of `NAMES` stands for; None for anything else."""
+    """Return the drafter for one of `NAMES`, or None."""
     if name == "ngram":
         return NgramDrafter()
     if name == "suffix":

@@ -21,16 +21,16 @@ from bass_core.model.forward_pass import Phase
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 
-CATCH_UP = 16  # up to so many tokens that rows missed are fed as they are, more rounded up to as many again
-RECORDED = 256  # up to so many, recorded passes feed them, a power of two of tokens at a time: few shapes to record
+CATCH_UP = 16  # up to so many missed tokens are fed exactly; larger numbers are rounded up to a multiple
+RECORDED = 256  # up to so many missed tokens use captured passes, rounded up to a power of two (few shapes)
 
 
 class ModelDrafter(Drafter):
     """Drafts with a causal language model over a ragged cache of its own.
 
-    A step feeds the last two committed tokens (after full acceptance the draft has not seen its own last token;
-    otherwise it rewrites the same values), then one token at a time. After steps without drafting a row first catches
-    up on everything it missed: holes in its cache would cost acceptance.
+    A step feeds the last two committed tokens, then single tokens. (After full acceptance, the model has not read its
+    last draft token; otherwise the first pass rewrites the same values.) After steps without drafts, a row first
+    catches up on all missed tokens, because gaps in the cache would lower the acceptance rate.
     """
 
     draws_ids = True
@@ -42,15 +42,14 @@ class ModelDrafter(Drafter):
         return self._over(self.models[0], setting.paths[1], setting)
 
     def _over(self, model: PreTrainedModel, path: str, setting: Setting) -> Self:
-        """What drafts for one session with this model on this attention path."""
         mine = super().begin(setting)
         mine.runner = Runner(model, path, setting.max_rows, layers=setting.layers)
         mine.runners = [mine.runner]
         mine.coupled, mine.show_q = setting.coupled, setting.show_q
-        mine.vocabulary = setting.vocabulary  # the target's: ids beyond it are never drafted
+        mine.vocabulary = setting.vocabulary  # of the target: larger ids are never drafted
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
         mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per batch slot
-        # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where steps are captured.
+        # With captured steps: a function of ids, starts, query lengths and host starts that returns logits [B, V].
         mine.captured = None
         return mine
 
@@ -94,7 +93,7 @@ class ModelDrafter(Drafter):
     # --- drawing k tokens -------------------------------------------------------------------------
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        rows = int(lengths.nonzero()[0][-1]) + 1  # those behind the last that drafts are not fed
+        rows = int(lengths.nonzero()[0][-1]) + 1  # later rows do not draft, and are not fed
 
         def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
             return self._catch_up(context, rows) if token is None else self._feed(token, context, slot, lengths)
@@ -103,8 +102,8 @@ class ModelDrafter(Drafter):
             return self._draw(context, lengths, int(lengths.max()), feed, policy)
 
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
-        """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
-        where it is 0 or less. `catch_up` comes before."""
+        """`draft` with fixed shapes and without values on the host: lengths[b] <= most tokens for row b, none for 0 or
+        less. The caller runs `catch_up` before."""
         context = context._replace(keys=replace(context.keys, fused=self.runner.layers.fused))
         width, committed = self.first_pass(most), context.lengths
         last, starts, counts, ends = self.runner.layers.fused(_passes)(context.tokens, committed, lengths, most, width)
@@ -129,19 +128,19 @@ class ModelDrafter(Drafter):
         feed: Callable[[Tensor | None, int, np.ndarray | Tensor], Tensor],
         policy: DraftLengthPolicy | None = None,
     ) -> Draft:
-        """x_1 … x_most, of which row b drafts the first lengths[b]; policy: asked in between (lengths are the host's).
+        """Draw x_1 … x_most; row b drafts the first lengths[b]. policy: consulted between draws (lengths on the host).
 
-        feed(token, slot, lengths): logits [B, V] from which x_{slot + 1} is drawn. token: x_slot, or None at first.
+        feed(token, slot, lengths): logits [B, V] for x_{slot + 1}. token: x_slot, or None at first.
         """
         asks = policy is not None and policy.keep_drafting is not None
         chooses = policy is not None and policy.choose is not None
         drawn: list[_Drawn] = []
-        peaks: list[Tensor] = []  # per slot [B]: the largest logit, NaN or infinite if one of them is
-        looked_at = np.zeros_like(lengths) if asks else lengths  # per row: at the logits of how many slots
+        peaks: list[Tensor] = []  # per slot [B]: the largest logit, NaN or infinite if any logit is
+        looked_at = np.zeros_like(lengths) if asks else lengths  # per row: number of slots with logits
         while (slot := len(drawn)) < most:
             logits = feed(drawn[-1].token if drawn else None, slot, lengths)
             if asks:
-                looked_at += lengths > slot  # before a policy can mistake NaN for doubt
+                looked_at += lengths > slot  # counted before the policy, which could mistake NaN for uncertainty
                 lengths = self._stop_rows(policy, logits, slot, lengths)
                 if (most := int(lengths.max())) <= slot:
                     peaks.append(logits.amax(-1))
@@ -162,20 +161,19 @@ class ModelDrafter(Drafter):
         return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
 
     def first_pass(self, most: int) -> int:
-        """How many of the last committed tokens the first pass of a draft of `most` feeds: the target has accepted one
-        that this model has not seen, at most, and has added one."""
+        """Return the number of committed tokens in the first pass of a draft: the last draft token, which the model has
+        not read, and the target's own token."""
         return 2
 
     def catch_up(self, context: Context, lengths: np.ndarray, most: int) -> None:
-        """Feed what the rows that draft next have missed beyond the tokens that `draft_fixed` feeds."""
+        """Feed the missed tokens of the next drafting rows, except those fed by `draft_fixed`."""
         drafting = np.flatnonzero(lengths)
         if self._missed(context, drafting) > self.first_pass(most):
             self._catch_up(context, int(drafting[-1]) + 1)
         self.cached[drafting] = context.lengths_host[drafting]
 
     def _catch_up(self, context: Context, rows: int) -> Tensor:
-        """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
-        draft: what they missed is not fed."""
+        """Return logits [B, V] after the last committed token of the first `rows` rows, and zeros for later rows."""
         missed = self._missed(context, slice(rows))
         lengths = context.lengths_host[:rows]
         if self.captured is not None and missed <= RECORDED:
@@ -183,7 +181,7 @@ class ModelDrafter(Drafter):
             fed = self._known(_last_tokens(context.tokens[:rows], context.lengths[:rows], count))
             logits = self.captured(fed, context.lengths[:rows] - count, [count] * rows, lengths - count)
         else:
-            # Longer gaps are rounded up, so that shapes repeat.
+            # Larger numbers are rounded up, so that shapes repeat.
             count = max(missed, 2) if missed <= CATCH_UP else -(-missed // CATCH_UP) * CATCH_UP
             logits = self._feed_last(context.tokens, context.hidden, lengths, count, range(rows))
         self.cached[:rows] = lengths
@@ -199,7 +197,7 @@ class ModelDrafter(Drafter):
         batch_slots: range,
         prompt: int | None = None,
     ) -> Tensor:
-        """Logits [B, V] after each row's last token, having fed its last `count` (`Runner.feed_last`)."""
+        """Feed each row's last `count` tokens (`Runner.feed_last`), and return the logits [B, V] after the last."""
         tokens, features = self._known(tokens[: len(lengths)]), None
         if hidden is not None:
             starts = torch.as_tensor(lengths, device=tokens.device) - count
@@ -207,21 +205,21 @@ class ModelDrafter(Drafter):
         return self.runner.feed_last(tokens, lengths, count, batch_slots, features, prompt)
 
     def _features(self, hidden: Tensor | None, starts: Tensor, width: int) -> Tensor | None:
-        """What committed tokens at starts, starts + 1, … are fed with beside themselves: [B, width, H]."""
+        """Return the hidden states to feed with committed tokens at starts, starts + 1, …: [B, width, H], or None."""
         return None
 
     def _own(self) -> Tensor | None:
-        """What the token that was drawn last is fed with beside itself: [B, 1, H]."""
+        """Return the hidden state to feed with the last drawn token: [B, 1, H], or None."""
         return None
 
     def _missed(self, context: Context, rows: slice | np.ndarray) -> int:
-        """How many tokens these rows have at most that the draft model has not seen."""
+        """Return the largest number of tokens that the draft model has not read in these rows."""
         return int((context.lengths_host[rows] - self.cached[rows]).max())
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
-        """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
-        # A row that stopped goes on as long as there is room for all, which takes the fewest operations; else it
-        # repeats its last committed position and writes to the scratch slot. What it draws is ignored.
+        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
+        # Stopped rows continue if the capacity allows, which takes the fewest operators. Otherwise they repeat their
+        # last committed position and write to the scratch slot. Their draws are ignored.
         goes_on = int(context.lengths_host.max()) + slot <= self.runner.capacity
         active = (lengths > slot) | goes_on
         offset = active * (slot - 1)
@@ -234,8 +232,8 @@ class ModelDrafter(Drafter):
         return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
     def _next_token(self, logits: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The next draft token [B], the distribution it came from [B, V] over the target's ids, and the largest logit
-        [B]: NaN or infinite if one of them is."""
+        """Return the next draft token [B], its distribution over the target's ids [B, V], and the largest logit [B],
+        which is NaN or infinite if any logit is."""
         params = context.params
         fuses = kernel_ops.can_fuse(logits, None)
         if fuses and _is_tempered(context):
@@ -255,13 +253,13 @@ class ModelDrafter(Drafter):
         return self.show_q or not (self.coupled or context.params.greedy)
 
     def _q(self, context: Context, logits: Tensor) -> Tensor:
-        """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""
+        """Return the draft's distribution over the target's ids [B, V]. Ids without draft logits get probability 0."""
         q = context.law(logits)
         missing = self.vocabulary - q.shape[-1]
         return F.pad(q, (0, missing)) if missing else q
 
     def _stop_rows(self, policy: DraftLengthPolicy, logits: Tensor, slot: int, lengths: np.ndarray) -> np.ndarray:
-        """The policy's in-step answer: rows that stop now keep the `slot` tokens they have."""
+        """Apply the policy's answer before a draw. Rows that stop keep their first `slot` tokens."""
         log_probs = logits.double().log_softmax(-1)
         probs = log_probs.exp()
         drafting = torch.as_tensor(lengths > slot, device=logits.device)
@@ -269,26 +267,26 @@ class ModelDrafter(Drafter):
         return cut_lengths(lengths, policy.keep_drafting(Signals(slot, entropy, probs.amax(-1), drafting)), slot)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Ids that only the target has are fed as some id of the draft's: this costs acceptance, never exactness."""
+        """Replace ids that the draft model lacks by its last id. This affects acceptance, but not exactness."""
         return tokens if self.draft_vocabulary >= self.vocabulary else tokens.clamp(max=self.draft_vocabulary - 1)
 
     def _comparable(self, logits: Tensor) -> Tensor:
-        """Logits over ids that the target has too: the others get probability 0 before the softmax."""
+        """Return the logits of the target's ids. Other ids are dropped before the softmax."""
         return logits[:, : self.vocabulary]
 
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        # All drafted tokens but the last were fed; the accepted of these are right.
+        # All draft tokens except the last were fed; the accepted ones are valid.
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(drafted - 1, 0))
 
 
 def _is_tempered(context: Context) -> bool:
-    """Whether rows draw, by numbers of their own step, from what the temperature alone makes of the logits."""
+    """Return True if tokens are drawn with the step's keys, and only the temperature changes the distribution."""
     params = context.params
     return params.only_temperature and not params.greedy and not params.is_cold and context.noise is None
 
 
 def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The last `count` of each row's tokens: [B, count]."""
+    """Return the last `count` tokens of each row: [B, count]."""
     positions = lengths[:, None] - count + torch.arange(count, device=lengths.device)
     return tokens.gather(1, positions.clamp(min=0))  # batch slots without a row have no tokens
 
@@ -296,26 +294,26 @@ def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
 def _passes(
     tokens: Tensor, committed: Tensor, lengths: Tensor, most: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The last `width` tokens of each row; where rows begin in each pass of a draft phase, and how many tokens they
-    submit to it: [most, B]; the keys that they have at its end, at most: [B]."""
+    """Return the last `width` tokens of each row, and the passes of a draft phase: starts [most, B], submitted tokens
+    [most, B], and an upper bound of the number of keys [B]."""
     slots = torch.arange(most, device=lengths.device)[:, None]
     drafting, first = lengths > slots, slots == 0
-    # Rows that rest stay where they are: further on, a context might have ended.
+    # Stopped rows keep their position, because the next one may exceed the context.
     starts = torch.where(first, committed - width, committed + drafting * (slots - 1))
     counts = drafting * (1 + first.long() * (width - 1))
-    # Whoever drafts nothing has no keys: batch slots without a row would have all of theirs read.
+    # Rows without drafts, such as empty batch slots, must not read keys.
     ends = torch.where(lengths > 0, committed + (most - 1), committed - width)
     return _last_tokens(tokens, committed, width), starts, counts, ends
 
 
 def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:
-    """Whether all logits were numbers: bool [B]. peaks [B, K]: the largest of each slot; looked_at [B]: at how many."""
+    """Return True for rows with finite logits, bool [B]. peaks [B, K]: largest logits; looked_at [B]: slots to use."""
     slots = torch.arange(peaks.shape[1], device=peaks.device)
     return (peaks.isfinite() | (slots >= looked_at[:, None])).all(1)
 
 
 class _Drawn(NamedTuple):
-    """One slot of a draft: tokens [B], what they were drawn from [B, V], what `HiddenDraft` tells of them [2, B]."""
+    """One slot of a draft: tokens [B], their distributions [B, V], and the probabilities for `HiddenDraft` [2, B]."""
 
     token: Tensor
     q: Tensor | None
@@ -323,13 +321,13 @@ class _Drawn(NamedTuple):
 
 
 def _told(logits: Tensor, token: Tensor) -> Tensor:
-    """The largest probability and that of the token, at temperature 1: [2, B]."""
+    """Return the largest probability and the token's probability at temperature 1: [2, B]."""
     own = logits.double().softmax(-1)
     return torch.stack([own.amax(-1), own.gather(1, token[:, None])[:, 0]])
 
 
 def _chosen(policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
-    """What the policy submits of a draft. told: [2, B, K], see `HiddenDraft`."""
+    """Return the part of a draft that the policy submits, given the probabilities of `HiddenDraft` [2, B, K]."""
     maxima, chances = told.nan_to_num(0.0).cpu().numpy()
     hidden = HiddenDraft(draft.lengths_host, maxima, chances)
     policy.choose(hidden)

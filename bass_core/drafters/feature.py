@@ -1,4 +1,4 @@
-"""Drafts with one layer over the target's own last hidden states, and the target's embeddings and head."""
+"""Drafts with one layer over the target's last hidden states, sharing the target's embeddings and head."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bass_core.model.transformers_internals import CACHE
 
 
 class FeatureHeadConfig(LlamaConfig):
-    """That of a Llama of the target's width, vocabulary and context; num_hidden_layers is 1 as a rule."""
+    """Config of a Llama with the target's width, vocabulary and context. num_hidden_layers is usually 1."""
 
     model_type = "bass_feature_head"
 
 
 class FeatureHead(LlamaPreTrainedModel):
-    """Reads each token together with the target's last hidden state before it, and predicts the hidden state after it;
-    the target's head makes logits of that. Where the target has not been yet, what it predicted itself is read.
+    """Predicts the target's hidden state after each token, from the token and the target's hidden state before it. The
+    target's head computes the logits. During drafting, the head reads its own predicted states.
 
-    Embeddings and head are a target's, see `attached`, and are not among its weights.
+    Embeddings and head belong to the target (see `attached`) and are not among the weights.
     """
 
     config_class = FeatureHeadConfig
@@ -40,7 +40,7 @@ class FeatureHead(LlamaPreTrainedModel):
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.model = LlamaModel(config)
         self.model.embed_tokens = None
-        self.borrowed: tuple[nn.Module, nn.Module] = ()  # a target's embeddings and head
+        self.borrowed: tuple[nn.Module, nn.Module] = ()  # embeddings and head of a target
         self.predicted: Tensor | None = None  # hidden states [B, Q, H] of the last pass
         self.post_init()
 
@@ -51,14 +51,14 @@ class FeatureHead(LlamaPreTrainedModel):
         return self.borrowed[1] if self.borrowed else None
 
     def attached(self, target: PreTrainedModel) -> FeatureHead:
-        """The head, with the embeddings and the head of this target; weights are shared. Raises ValueError for a target
-        of another width."""
+        """Return the feature head with this target's embeddings and head (shared weights). Raises ValueError for a
+        target of different width."""
         config, width = target.config.get_text_config(), target.get_input_embeddings().weight.shape[-1]
         if not width == config.hidden_size == self.config.hidden_size:
             raise ValueError(
-                f"a feature head for hidden states of {self.config.hidden_size} cannot draft for "
-                f"{type(target).__name__}, whose hidden states have {config.hidden_size} numbers and whose "
-                f"embeddings have {width}"
+                f"a feature head of hidden size {self.config.hidden_size} cannot draft for "
+                f"{type(target).__name__} with hidden size {config.hidden_size} and "
+                f"embeddings of size {width}"
             )
         fits = (self.device, self.dtype) == (target.device, target.dtype)
         mine = copy.copy(self) if fits else copy.deepcopy(self).to(target.device, target.dtype)
@@ -74,18 +74,18 @@ class FeatureHead(LlamaPreTrainedModel):
         cache: Cache | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, Q, V] (of the last token where logits_to_keep is 1). features [B, Q, H]: hidden states before each
-        token, zeros before the first."""
+        """Return logits [B, Q, V] (only of the last token if logits_to_keep is 1). features [B, Q, H]: hidden states
+        before each token, zeros before the first."""
         self.predicted = self.states(input_ids, features, position_ids=position_ids, cache=cache, **options)
         return CausalLMOutputWithPast(logits=self.get_output_embeddings()(self.predicted[:, -logits_to_keep:]))
 
     def states(self, input_ids: Tensor, features: Tensor, cache: Cache | None = None, **options: Any) -> Tensor:
-        """The hidden states after each token that are predicted: [B, Q, H]."""
+        """Return the predicted hidden states after each token: [B, Q, H]."""
         read = self.mix(torch.cat([self.get_input_embeddings()(input_ids), features], -1))
         options[CACHE] = cache
         if not isinstance(cache, RaggedCache):
             return self.model(inputs_embeds=read, **options).last_hidden_state
-        # Over such a cache `LlamaModel` adds nothing to its layers, and takes a tenth of the time of a draft on a CPU.
+        # The layers run without `LlamaModel`, whose own work takes a tenth of the time of a draft on a CPU.
         options["position_embeddings"] = self.model.rotary_emb(read, options["position_ids"])
         for layer in self.model.layers:
             read = layer(read, **options)
@@ -93,10 +93,10 @@ class FeatureHead(LlamaPreTrainedModel):
 
 
 class FeatureDrafter(ModelDrafter):
-    """Drafts with a `FeatureHead` (after EAGLE: Li et al. 2024), whose cache holds what it made of the target's hidden
-    states: after each verification they take the place of what the head had predicted itself.
+    """Drafts with a `FeatureHead` (after EAGLE: Li et al. 2024). After each verification, the cache is rewritten with
+    the target's hidden states instead of the head's predicted ones.
 
-    head: trained for this target. `load_pair(target, draft=folder)` takes what its `save_pretrained` has written.
+    head: trained for this target. `load_pair(target, draft=folder)` loads the result of `save_pretrained`.
     """
 
     wants_hidden = True
@@ -104,28 +104,28 @@ class FeatureDrafter(ModelDrafter):
     def __init__(self, head: FeatureHead):
         if not isinstance(head, FeatureHead):
             raise TypeError(
-                f"head must be a FeatureHead, got {type(head).__name__}; load_pair(target, draft=folder) reads one"
+                f"head must be a FeatureHead, got {type(head).__name__}; load_pair(target, draft=folder) loads one"
             )
         self.head = head
 
     def begin(self, setting: Setting) -> Self:
-        """Raises ValueError for a target that the head does not fit."""
+        """Return the drafter of a session. Raises ValueError if the head does not fit the target."""
         head = self.head.attached(setting.target)
         mine = self._over(head, setting.paths[0], setting)
-        mine.head, mine.draft_vocabulary = head, setting.vocabulary  # its head is the target's
+        mine.head, mine.draft_vocabulary = head, setting.vocabulary  # because the target's head makes the logits
         return mine
 
     def first_pass(self, most: int) -> int:
-        return most + 1  # as many as a step commits: none of them was read with the target's hidden states yet
+        return most + 1  # a step commits up to so many tokens, all not yet read with the target's hidden states
 
     def capture_passes(self, captured: object) -> None:
-        """A pass reads hidden states that the one before it has predicted: none is captured by itself."""
+        """Capture no passes, because each pass reads hidden states predicted by the previous pass."""
 
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """What was drafted was read with predicted states, and is read again."""
+        """Mark nothing as cached: drafted tokens were read with predicted states, and must be read again."""
 
     def _catch_up(self, context: Context, rows: int) -> Tensor:
-        return super()._catch_up(context, len(context.lengths_host))  # all: states that they predict stand together
+        return super()._catch_up(context, len(context.lengths_host))  # all rows, because `predicted` holds the batch
 
     def _features(self, hidden: Tensor, starts: Tensor, width: int) -> Tensor:
         before = starts[:, None] - 1 + torch.arange(width, device=starts.device)  # [B, width]

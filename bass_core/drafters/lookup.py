@@ -1,4 +1,4 @@
-"""Drafts looked up in texts, without a model: in the row's own, or in all texts of a session."""
+"""Draft tokens without a model, found in the row's own text or in all texts of a session."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.policies.protocol import DraftLengthPolicy
 
-KNOWN = 500_000  # endings that are known at least, once there were so many; twice as many at most: some 400 MB
+KNOWN = 500_000  # endings in a table; two tables are kept, some 400 MB in total
 
 
 class NgramDrafter(Drafter):
-    """Drafts without a model: what followed the last time the row's current ending occurred in it.
+    """Drafts the continuation of the last earlier occurrence of the row's ending (prompt lookup decoding, Saxena 2023).
 
-    The longest of the endings of `longest` … `shortest` tokens with an earlier occurrence decides (the most recent
-    occurrence); rows without one draft nothing. (Prompt-lookup decoding, Saxena 2023.) q is one-hot.
+    The longest ending of `shortest` … `longest` tokens with an earlier occurrence is used. Rows without an earlier
+    occurrence draft nothing. q is one-hot.
     """
 
     name = "n-gram draft"
@@ -32,7 +32,7 @@ class NgramDrafter(Drafter):
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         tokens, n = context.tokens, context.lengths[:, None]  # [B, S], [B, 1]
-        start = torch.zeros_like(n)  # where the continuation begins; 0 = no match
+        start = torch.zeros_like(n)  # start of the continuation; 0: no match
         for size in range(self.shortest, min(self.longest, tokens.shape[1] - 1) + 1):  # longer matches overwrite
             windows = tokens.unfold(1, size, 1)  # [B, S - size + 1, size]
             ending = tokens.gather(1, (n - size + torch.arange(size, device=n.device)).clamp(min=0))  # [B, size]
@@ -49,13 +49,12 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """What most often followed the longest ending of a row that some text of the session has had (after SuffixDecoding,
-    Oliaro et al. 2024). q is one-hot.
+    """Drafts the most frequent continuation of the row's longest ending found in the session's texts (after
+    SuffixDecoding, Oliaro et al. 2024). q is one-hot.
 
-    Endings of up to `longest` tokens are counted. A row's draft goes on while the chance that all of it is right, by
-    these counts, stays above `least`: long where much text agrees, none where nothing is known. Sampled text depends on
-    drafts, and so, here, on what else the session decodes; greedy and coupled text does not. What was counted longest
-    ago is forgotten, so that a session may go on for ever.
+    Endings of up to `longest` tokens are counted. A draft continues while its probability by these counts is at least
+    `least`: drafts are long if texts agree, and empty for unknown endings. Sampled text depends on drafts, and
+    therefore on the session's other texts; greedy and coupled text does not. Old counts are dropped to limit memory.
     """
 
     name = "suffix draft"
@@ -69,22 +68,22 @@ class SuffixDrafter(Drafter):
 
     def begin(self, setting: Setting) -> Self:
         mine = super().begin(setting)
-        # What followed each ending, and how often: lately, and before that.
+        # Counts of the tokens after each ending, in the current and the previous table.
         mine.followed: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         mine.followed_before: dict[tuple[int, ...], Counter[int]] = {}
-        mine.read = np.zeros(setting.max_rows, np.int64)  # tokens of each batch slot that are counted
+        mine.read = np.zeros(setting.max_rows, np.int64)  # counted tokens of each batch slot
         return mine
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], batch_slots: range, hidden: Tensor | None = None) -> None:
         self.read[batch_slots.start : batch_slots.stop] = 0
         for batch_slot, row, length in zip(batch_slots, tokens.cpu().numpy(), lengths, strict=True):
-            self._count(batch_slot, row[:length])  # before rows that share it have copies
+            self._count(batch_slot, row[:length])  # counted before other rows copy the prompt
 
     def move_row(self, source: int, batch_slots: range) -> None:
         self.read[batch_slots.start : batch_slots.stop] = self.read[source]
 
     def load_row(self, batch_slots: range, saved: list[Tensor], length: int) -> None:
-        self.read[batch_slots.start : batch_slots.stop] = length  # its prompt is another row's, too
+        self.read[batch_slots.start : batch_slots.stop] = length  # the prompt was counted with another row
 
     def ended(self, batch_slot: int, tokens: np.ndarray) -> None:
         self._count(batch_slot, tokens)
@@ -108,7 +107,7 @@ class SuffixDrafter(Drafter):
         return Draft.of(torch.from_numpy(table).to(context.tokens.device), counts)
 
     def _count(self, batch_slot: int, text: np.ndarray) -> None:
-        """Count what follows each ending, as far as this row was not read yet."""
+        """Count the tokens after each ending in the part of the row that is not counted yet."""
         first, tokens = int(self.read[batch_slot]), text.tolist()
         for at in range(max(first, 1), len(tokens)):
             for size in range(1, min(self.longest, at) + 1):

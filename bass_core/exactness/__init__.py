@@ -1,4 +1,1 @@
-"""The acceptance rules and what they stand on: which drafted tokens stay, and which token follows.
-
-Start reading the library here, at `verification.token`.
-"""
+"""Verification rules, sampling and random numbers. Start reading the library at `verification.token`."""

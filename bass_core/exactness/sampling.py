@@ -1,7 +1,7 @@
 """Logits -> probabilities, in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
 
-Target and draft go through the same processing; losslessness is about the *processed* distributions
-(Leviathan et al. 2023, section 2.3).
+Target and draft logits are processed alike. Exactness refers to the *processed* target distribution (Leviathan et al.
+2023, section 2.3).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from bass_core.exactness import randomness
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen from logits. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch off.
+    """Sampling parameters, applied in transformers' order. temperature 0 is greedy decoding.
 
-    Raises ValueError for a value outside its range.
+    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the respective step off. Raises ValueError for a value
+    outside its range.
     """
 
     temperature: float = 0.0
@@ -44,36 +45,35 @@ class SamplingParams:
 
     @property
     def is_cold(self) -> bool:
-        """Whether float32 is too coarse for the quotient of logits and temperature."""
+        """True if logits / temperature may overflow float32."""
         return self.temperature < 1e-6
 
     def changed(self, **own: float | None) -> SamplingParams:
-        """Return these with other values, None: the same one. Returns this very object where nothing changes."""
+        """Return a copy with these values; None keeps a value. Returns `self` if nothing changes."""
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, **given) if given else self
 
     @property
     def at_temperature_one(self) -> SamplingParams:
-        """What greedy decoding is shown with: its argmax, with probabilities."""
+        """Parameters for the probabilities that a trace of greedy decoding shows."""
         return SamplingParams(temperature=1.0, repetition_penalty=self.repetition_penalty)
 
     @property
     def only_temperature(self) -> bool:
-        """Whether nothing but the temperature changes the model's own distribution."""
+        """True if no other parameter than the temperature changes the model's distribution."""
         return self == SamplingParams(self.temperature)
 
     @property
     def needs_history(self) -> bool:
-        """Whether a token's probability depends on which ids came before it (repetition penalty)."""
+        """True if a token's probability depends on the ids before it (repetition penalty)."""
         return self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, eq=False)
 class MixedParams:
-    """What stands for `SamplingParams` where the rows of a batch have different ones.
+    """Sampling parameters that differ between the rows of a batch. Greedy rows draw from a one-hot distribution.
 
-    groups: each that occurs, and which rows have it, int64 [n]. Rows at temperature 0 are sampled like the others, from
-    a distribution with all its mass at one id.
+    groups: pairs of parameters and the int64 [n] indices of the rows with these parameters.
     """
 
     groups: tuple[tuple[SamplingParams, Tensor], ...]
@@ -86,9 +86,9 @@ class MixedParams:
 
 
 def of_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingParams | MixedParams:
-    """The params of all rows of a batch, given those of each."""
+    """Return the parameters of a batch from the parameters of each row."""
     first = params[0]
-    if all(each is first for each in params):  # most often; comparing takes longer
+    if all(each is first for each in params):  # the common case; identity is cheaper than equality
         return first
     rows: dict[SamplingParams, list[int]] = {}
     for row, each in enumerate(params):
@@ -106,12 +106,12 @@ def _require_number(name: str, value: float, in_range: Callable[[float], bool], 
 
 
 def wide(logits: Tensor) -> Tensor:
-    """float32, or float64 as it comes: half precision would round processed logits into ties."""
+    """Return half-precision logits as float32, since rounding would create ties. float64 logits stay float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019). logits [..., V], seen bool [..., V] (None: no penalty)."""
+    """Apply the repetition penalty (Keskar et al. 2019). logits [..., V]; seen bool [..., V], unused at penalty 1."""
     if not params.needs_history:
         return logits
     penalty, logits = params.repetition_penalty, wide(logits)
@@ -119,9 +119,9 @@ def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Ten
 
 
 def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Tensor | None = None) -> Tensor:
-    """Processed distribution [..., V], float32 (float64 for float64 logits); at temperature 0 one-hot.
+    """Return the processed distribution [..., V], one-hot at temperature 0. float64 for float64 logits, else float32.
 
-    With `MixedParams`, the first dimension of logits and seen is that of its rows.
+    logits: [..., V]. seen: bool [..., V], ids in the text so far. `MixedParams` index the first dimension of both.
     """
     if isinstance(params, MixedParams):
         probs = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -131,13 +131,13 @@ def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Te
     logits = penalise(wide(logits), params, seen)
     if params.greedy:
         return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    if params.is_cold:  # the quotient could overflow: the maximum goes first; and the temperature be 0 in float32
+    if params.is_cold:  # subtract the maximum against overflow; divide in float64, where the temperature is not 0
         colder = (logits - logits.amax(-1, keepdim=True)).double() / params.temperature
         logits = colder.to(logits.dtype)
     elif params.temperature != 1:
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
-        smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]  # [..., 1]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
     if params.top_p < 1:
         logits = _keep_top_p(logits, params.top_p)
@@ -149,9 +149,9 @@ def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Te
 
 
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most probable ids whose mass reaches top_p (Holtzman et al. 2020)."""
+    """Mask all ids except the smallest set of most probable ids with mass top_p (Holtzman et al. 2020)."""
     ordered, ids = logits.sort(dim=-1, descending=False, stable=True)
-    # In float64, since a GPU adds up a single row in any order; rounded, so that equal probabilities stay equal.
+    # Add in float64 and round: a GPU's order of summation varies, and the rounded mass must not depend on this order.
     mass = randomness.added_up(ordered.softmax(-1)).to(ordered.dtype)
     dropped = mass <= 1 - top_p
     dropped[..., -1].fill_(False)
@@ -159,14 +159,13 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def seen_after(seen: Tensor, tokens: Tensor) -> Tensor:
-    """Which ids were seen before each of the next len + 1 tokens.
+    """Return the ids seen before each of J + 1 positions, bool [B, J + 1, V]. Entry j includes the tokens before j.
 
-    seen: bool [B, V] before the first. tokens: int64 [B, J] that follow. Returns bool [B, J + 1, V]; entry j knows
-    tokens < j, which is what transformers' processor would see there.
+    seen: bool [B, V], the ids before the first token. tokens: int64 [B, J].
     """
     return torch.cat([seen[:, None], one_hot(tokens, seen.shape[-1])], dim=1).cumsum(1) > 0
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
-    """bool [..., V]: at which id each token is. (torch's own has the host look at the ids first, on a CPU.)"""
+    """Return the one-hot encoding, bool [..., V]. On a CPU, `torch.nn.functional.one_hot` first checks all values."""
     return tokens[..., None] == torch.arange(vocabulary, device=tokens.device)

@@ -1,1 +1,1 @@
-"""The same decode steps on a GPU: recorded as CUDA graphs, launched ahead, through compiled layers."""
+"""Faster decode steps: captured as CUDA graphs, overlapped with the host, with compiled layers."""

@@ -1,9 +1,8 @@
-"""A model's layers through `torch.compile`: one compilation serves all layers of a kind, and every model of that shape.
-What surrounds them is compiled in parts of its own.
+"""Run a model's layers through `torch.compile`. All layers of a kind share a compilation, in all models of that shape.
 
-Compiling a whole model takes minutes for deep ones, again for each number of tokens. Its layers are the same code on
-other weights: compiled by themselves they take seconds, whatever the depth. What a layer takes from the cache is handed
-to it alone, since code that picks one of many layers by its number would be compiled for each number.
+Compiling a deep model as a whole takes minutes, and again for each number of tokens. The layers run the same code with
+different weights: compiling a single layer takes seconds for any depth. Each layer receives only its own part of the
+cache, since code that indexes the cache by layer number would be compiled for each number.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from bass_core.model.patching import changed
 from bass_core.model.runner import Layers
 
 BACKEND = "inductor"
-GRAPHS = 1024  # of one kind of layer in a process: eight for each shape of model that has it
+GRAPHS = 1024  # limit of compiled graphs per kind of layer and process; each model shape takes eight
 
-_compiled: dict[Callable, Callable] = {}  # by the layers' own forward; what is compiled lives as long as the process
+_compiled: dict[Callable, Callable] = {}  # compiled functions by original function, kept for the whole process
 
 
 class LaunchedLayers(Layers):
-    """Layers on a GPU, operator by operator. Sibling projections lie side by side, since a later session that compiles
-    would move weights that recordings point at."""
+    """Layers on a GPU, operator by operator. Sibling projections are made adjacent here already. A later session with
+    compiled layers would otherwise move weights to which captured graphs point."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
         self.model, self.cache, self.changes = model, cache, []
@@ -41,7 +40,7 @@ class LaunchedLayers(Layers):
 
 
 class CompiledLayers(LaunchedLayers):
-    """Layers through `torch.compile` in passes of fixed shape, sibling projections as one product."""
+    """Layers through `torch.compile` in passes of fixed shape, with sibling projections as one matrix product."""
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
@@ -54,7 +53,7 @@ class CompiledLayers(LaunchedLayers):
 
 
 class LayerView:
-    """The cache as one layer sees it."""
+    """The part of the cache that belongs to one layer."""
 
     def __init__(self, layer: RaggedLayer):
         self.layer = layer
@@ -68,13 +67,14 @@ class LayerView:
 
 @contextmanager
 def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
-    """Inside, the model's layers run compiled, over this cache. Raises ValueError for a model without such a list."""
+    """Run the model's layers compiled, over this cache, inside the context. Raises ValueError if the model's layers
+    cannot be compiled."""
     layers = layers_of(model)
     if len(layers) != len(cache.layers) or any("forward" in vars(layer) for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} cannot be compiled layer by layer: {len(cache.layers)} layers keep keys and "
-            f"values, its list has {len(layers)}, or something stands in for their own code (hooks of accelerate, "
-            "say). Use compile='off' or 'graphs'"
+            f"{type(model).__name__} cannot be compiled layer by layer: the cache has {len(cache.layers)} layers and "
+            f"the model {len(layers)}, or a layer's forward is replaced (for instance by accelerate). Use "
+            "compile='off' or 'graphs'"
         )
     around = [each for each in model.get_decoder().children() if _is_code(each)]
     try:
@@ -87,17 +87,17 @@ def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{type(model).__name__}'s layers cannot be compiled ({reason}). Use compile='off' or 'graphs'"
+            f"{type(model).__name__}'s layers cannot be compiled ({reason}); use compile='off' or 'graphs'"
         ) from error
     finally:
         for each in (*layers, *around):
-            vars(each).pop("forward", None)  # the class's own is seen again
+            vars(each).pop("forward", None)  # restores the class's method
 
 
 @contextmanager
 def _open_shapes() -> Iterator[None]:
-    """Numbers of rows, tokens and slots stay open in compiled code (but for one row, one token): eight graphs serve a
-    pair. Two numbers that happen to agree are two (duck shapes), and a layer's constants stay constants."""
+    """Compile with dynamic numbers of rows, tokens and KV slots. Eight graphs serve a pair, since sizes of 1 are
+    specialized. Equal sizes stay separate symbols (no duck shapes), and float constants of a layer are specialized."""
     limits = {"recompile_limit": GRAPHS, "accumulated_recompile_limit": GRAPHS}
     numbers = torch.fx.experimental._config.patch(use_duck_shape=False)
     passes = torch._inductor.config.patch(joint_custom_pre_pass=_OneOfEach())
@@ -106,7 +106,7 @@ def _open_shapes() -> Iterator[None]:
 
 
 class _OneOfEach(CustomGraphPass):
-    """Where two operators of a graph do the same, one is left: products of siblings whose weights lie side by side."""
+    """Eliminates common subexpressions of a graph, here the joint products of sibling projections."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         graph.owning_module.graph = fx_graph_cse(graph)
@@ -116,7 +116,7 @@ class _OneOfEach(CustomGraphPass):
 
 
 def region(function: Callable) -> Callable:
-    """The function as one compiled region, for tensors of any shape."""
+    """Return the function compiled as one region, for tensors of any shape."""
     compiled = _compile(function)
 
     def call(*args):
@@ -127,8 +127,8 @@ def region(function: Callable) -> Callable:
 
 
 def _is_code(module: nn.Module) -> bool:
-    """Whether a part of a decoder beside its layers is worth compiling: a norm or rotary factors of the model's own are
-    many operators, a module of torch's is one."""
+    """Return True if a module next to the layers is worth compiling. Norms and rotary embeddings of the model's code
+    consist of many operators; a module of torch is a single operator."""
     own = not type(module).__module__.startswith("torch.") and not isinstance(module, nn.Embedding)
     return own and "forward" not in vars(module)
 
@@ -144,7 +144,7 @@ def _with_view(layer: nn.Module, view: LayerView, cache: RaggedCache) -> Callabl
 
 
 def _compile(function: Callable, whole: bool = True) -> Callable:
-    """whole: it is refused if a part of it cannot be compiled."""
+    """Return the compiled function. whole: fail if a part of the function cannot be compiled."""
     if function not in _compiled:
         _compiled[function] = unwatched(torch.compile(function, fullgraph=whole, dynamic=True, backend=BACKEND))
     return _compiled[function]

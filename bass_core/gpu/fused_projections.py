@@ -1,8 +1,8 @@
-"""Weights that multiply the same input, side by side in memory: one product then does the work of two or three.
+"""Fuse sibling projections: weights with the same input are adjacent in memory and need only a single matrix product.
 
-Queries, keys and values are three products of one input, gate and up of an MLP are two. `arrange` moves such weights
-into one tensor, of which the model's own parameters become views: they stay the objects that they are and hold what
-they held, no copy is kept, and nothing has to be taken back.
+The siblings are the query, key and value projections, and the gate and up projections of an MLP. `arrange` moves their
+weights into a shared tensor and makes the model's parameters views of this tensor. Parameter objects and values stay
+the same, no second copy remains, and nothing has to be restored.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Group = list[nn.Linear]
 
 
 def arrange(model: nn.Module) -> list[Group]:
-    """Move the weights of sibling products next to each other; the groups that now are. Left alone is what somebody
-    hooks, wraps, quantises, ties or keeps elsewhere."""
+    """Make the weights of sibling projections adjacent and return the adjacent groups. Skips groups with hooks, with
+    wrapped, quantized or tied weights, or with different dtypes or devices."""
     users = Counter(_place(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     found = []
     for module in model.modules():
@@ -37,8 +37,8 @@ def arrange(model: nn.Module) -> list[Group]:
 
 
 def together(group: Group) -> list[tuple[dict, str, Any]]:
-    """The changes (`patching.changed`) under which each of the group is a part of one product. None where its weights
-    have been moved apart, or somebody stands in for one of its products."""
+    """Return changes for `patching.changed` to compute the group as a single product. Returns no changes if the weights
+    are not adjacent any more or a module's forward is replaced."""
     weight = _whole([part.weight for part in group])
     bias = None if group[0].bias is None else _whole([part.bias for part in group])
     if weight is None or (bias is None) != (group[0].bias is None) or any("forward" in vars(part) for part in group):
@@ -52,12 +52,12 @@ def together(group: Group) -> list[tuple[dict, str, Any]]:
 
 
 def _part(self: nn.Linear, x: Tensor) -> Tensor:
-    """This module's share of the product with all weights; compilers see that the others' is the same product."""
+    """Forward of one module: its columns of the joint product. A compiler merges the equal products of the siblings."""
     return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
 
 
 def _arranged(group: Group, users: Counter) -> bool:
-    """Whether the parameters of a group lie side by side, now if not before."""
+    """Make the parameters of a group adjacent if possible. Return True if the parameters are adjacent."""
     if len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in group}) > 1:
         return False
     kinds = [[part.weight for part in group]] + [[part.bias for part in group]] * (group[0].bias is not None)
@@ -77,7 +77,7 @@ def _move(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """All of them as one tensor, if they lie side by side."""
+    """Return adjacent parameters as a single tensor, or None if the parameters are not adjacent."""
     first = parameters[0]
     storage, end = first.untyped_storage(), first.storage_offset()
     for each in parameters:
@@ -88,7 +88,7 @@ def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 def _is_alone(parameter: nn.Parameter) -> bool:
-    """Whether its memory holds nothing else."""
+    """Return True if the parameter is alone in its storage."""
     return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 

@@ -1,7 +1,6 @@
-"""A decode step as functions of fixed shapes over fixed memory, so that CUDA graphs can hold them.
+"""A decode step as two functions of fixed shapes over fixed memory, for CUDA graphs and compiled layers.
 
-There are two, one for the draft phase and one for everything after it. They read device memory alone, never a value
-from the host. Compiled layers run in the same functions.
+The first function is the draft phase, the second is the rest of the step. Both read only device memory, no host values.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ NO_ROW = -1  # draft length of a batch slot without a row
 
 
 class GraphStep:
-    """Steps as two captured functions.
+    """A decode step as two captured functions.
 
-    Shapes are the batch rounded up to a power of two, the draft length and, on paths that need it, the maximum KV
-    length rounded up to a multiple of 128. Each is captured once (module graphs). Batch slots without a row submit
-    nothing, write to the scratch slot and do not move; while a function is captured, all batch slots are such. Rows
-    that near their end submit fewer drafts than were planned, in functions that are wide enough for more: new ones
-    would take longer.
+    A shape consists of the batch rounded up to a power of two, the draft length and, if the attention path needs this,
+    the maximum KV length rounded up to a multiple of 128. Each shape is captured once (see `graphs`). Batch slots
+    without a row submit no tokens, write to the scratch slot and do not advance. During a capture, all batch slots are
+    without a row. Rows near their maximum length submit fewer tokens in functions of the planned draft length, since a
+    capture of narrower functions would take longer.
 
-    If the policy is asked between draft passes, each pass is captured by itself; a drafter without a model has nothing
-    to capture. Where rows are not sampled as the session says, the models' passes are captured and the decision is not:
-    each mixture of rows would be another capture.
+    If the policy decides during the draft phase, each draft pass is captured separately. A drafter without a model has
+    nothing to capture. If rows have sampling parameters of their own, only the models' passes are captured. The
+    decision then runs eagerly, since each mixture of parameters would need another capture.
     """
 
     records = True
@@ -47,14 +46,14 @@ class GraphStep:
         self.eager, self.graphs, self.drafts, self.context = eager, graphs, StagedDrafts(eager.rows), eager.context
         self.rows, self.target, self.drafter = eager.rows, eager.target, eager.drafter
         self.options, self.phases = eager.options, eager.phases
-        self.replayed: list[tuple] | None = None  # keys of the last step's functions; None: part of it ran uncaptured
+        self.replayed: list[tuple] | None = None  # keys of the last step's functions; None if a part was not captured
         self.switched: tuple = ()  # `_switches()` at the start of this step
         self._memory: tuple = ()
-        self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by batch slots
+        self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths so far, by padded batch size
         self.drafter.capture_passes(lambda runner: CapturedPasses(runner, graphs))
 
     def begin(self, rows: int, most: int) -> Context:
-        """The live rows; noise is made where it is needed: inside the phases."""
+        """Return the live rows. The captured functions compute the noise themselves."""
         self.switched = self._switches()
         return self.eager.context_without_noise(range(rows), most)
 
@@ -99,7 +98,7 @@ class GraphStep:
         if not self._is_uniform(context):
             logits = self._run(("target", *shape), lambda: self._target_pass(*shape))
             self.phases.enter("commit")
-            self.drafts.staged = self.replayed = None  # rows' ends move, and `submitted` stays
+            self.drafts.staged = self.replayed = None  # `decide` advances the rows without updating `submitted`
             context = self.eager.context(context.batch_slots, drafted)
             return decide(self.rows, context, draft, logits[:rows], self.options)
         without_probs = draft.probs is None
@@ -109,7 +108,7 @@ class GraphStep:
             fixed = self.eager.context(range(batch), drafted)
             drafts = self.drafts.view(batch, drafted, None, without_probs)
             report = decide(self.rows, fixed, drafts, self._target_pass(*shape), self.options)
-            left = self.rows.limits[:batch] - self.rows.lengths[:batch] - 1  # the last token is the target's own
+            left = self.rows.limits[:batch] - self.rows.lengths[:batch] - 1  # [B], without the target's token
             submitted = self.drafts.submitted[:batch]
             submitted.copy_(torch.minimum(submitted, left).clamp(min=NO_ROW))
             return report.packed
@@ -119,17 +118,16 @@ class GraphStep:
         return StepReport(packed[:rows])
 
     def _target_pass(self, batch: int, drafted: int, max_kv_length: int) -> Tensor:
-        """Target logits [B, K + 1, V]; nothing comes from the host."""
-        starts = self.rows.lengths[:batch] - 1
-        last = self.rows.tokens[:batch].gather(1, starts[:, None])
-        ids = torch.cat([last, self.drafts.tokens[:batch, :drafted]], dim=1)
+        """Return target logits [B, K + 1, V] without reading host values."""
+        starts = self.rows.lengths[:batch] - 1  # [B]
+        last = self.rows.tokens[:batch].gather(1, starts[:, None])  # [B, 1]
+        ids = torch.cat([last, self.drafts.tokens[:batch, :drafted]], dim=1)  # [B, K + 1]
         return self.target.feed(ids, starts, self.drafts.submitted[:batch] + 1, max_kv_length=max_kv_length)
 
     def _width(self, batch: int, submitted: int, planned: int) -> int:
-        """Return the draft length that the step's functions have room for.
+        """Return the draft length of the step's functions: the smallest known length between submitted and planned.
 
-        That is what rows submit. Where these are fewer than were planned, it is the smallest width that was met before
-        and is enough for them.
+        Without a known length in this range, the functions have the submitted length.
         """
         known = self._widths[batch]
         width = min((width for width in known if submitted <= width <= planned), default=submitted)
@@ -138,7 +136,7 @@ class GraphStep:
 
     @property
     def is_in_place(self) -> bool:
-        """Return True if all memory is where it was when functions were captured."""
+        """Return True if all memory has the addresses of the capture."""
         return self._memory == self._stands_on()
 
     def _stands_on(self) -> tuple:
@@ -147,24 +145,24 @@ class GraphStep:
         return self.rows.capacity, kv_slots, self.rows.seen is None, self.switched
 
     def _switches(self) -> tuple:
-        """What others may switch between two steps: deterministic kernels, and adapters."""
+        """Return settings that a caller may change between two steps: deterministic kernels and adapters."""
         runners = (self.target, *self.drafter.runners)
         return torch.are_deterministic_algorithms_enabled(), [runner.adapters for runner in runners]
 
     def _run(self, key: tuple, function: Callable[[], Tensor | None]) -> Tensor | None:
         if self.graphs.due(key):
-            with self.drafts.no_rows():  # capturing may call the function, and then no row may move
+            with self.drafts.no_rows():  # a capture may call the function, and no row may advance then
                 self.graphs.record(key, function)
         if self.replayed is not None:
             self.replayed.append(key)
         return self.graphs.run(key, function)
 
     def _is_uniform(self, context: Context) -> bool:
-        """Return True if all rows are sampled as the session says."""
+        """Return True if all rows have the session's sampling parameters."""
         return context.params == self.rows.params
 
     def padded(self, rows: int) -> int:
-        """Return the rows of a fixed pass that serves so many."""
+        """Return the batch size of a fixed pass for this number of rows."""
         return padded(rows, self.rows.max_rows)
 
     def take_back(self) -> None:
@@ -180,28 +178,31 @@ class GraphStep:
 
 
 class Staged(NamedTuple):
-    """What `StagedDrafts.submitted` says of these rows, in their batch slots from the first on: how many drafts they
-    submit [B] in a step; after it, as many as then fit before their ends."""
+    """The host's copy of `StagedDrafts.submitted`, for live rows in batch slots 0..B-1.
+
+    lengths: [B], draft tokens that each row submits in a step. After the step, the device lowers these numbers to the
+    tokens that still fit before each row's end.
+    """
 
     requests: list[Request]
     lengths: np.ndarray
 
 
 class StagedDrafts:
-    """A step's drafts in fixed device memory, where the next phase finds them."""
+    """A step's drafts in fixed device memory, as input of the next phase."""
 
     def __init__(self, rows: Rows):
         slots, device = rows.max_rows, rows.device
-        # Drafts that each batch slot submits. A step leaves there what the next one submits if that plans as many.
+        # Draft tokens that each batch slot submits. A step updates these for a next step with the same planned length.
         self.submitted = torch.full((slots,), NO_ROW, dtype=torch.int64, device=device)
-        self.staged: Staged | None = None  # what stands in `submitted`, where the host knows it
+        self.staged: Staged | None = None  # None if the host does not know `submitted`
         self.finite = torch.ones(slots, dtype=torch.bool, device=device)
-        self.all_finite = True  # as far as the host knows
-        self.tokens = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.probs: Tensor | None = None  # float [slots, K, V], once a draft has shown that it has such
+        self.all_finite = True  # False if `finite` may have entries that are False
+        self.tokens = torch.zeros(slots, 0, dtype=torch.int64, device=device)  # [slots, K]
+        self.probs: Tensor | None = None  # float [slots, K, V], once a draft has distributions
 
     def reserve(self, most: int) -> bool:
-        """Make room for drafts of `most` tokens. Returns True if memory has moved."""
+        """Make space for drafts of `most` tokens. Returns True if the memory has moved."""
         if most <= self.tokens.shape[1]:
             return False
         self.tokens = self.tokens.new_zeros(len(self.tokens), max(8, 1 << (most - 1).bit_length()))
@@ -223,14 +224,13 @@ class StagedDrafts:
             self.all_finite = True
 
     def view(self, rows: int, most: int, lengths: np.ndarray | None, without_probs: bool = False) -> Draft:
-        """The drafts of the first `rows` batch slots. lengths: on the host. without_probs: they were chosen, not
-        drawn."""
+        """Return the drafts of the first `rows` batch slots. lengths: on the host. without_probs: leave out `probs`."""
         probs = None if self.probs is None or most == 0 or without_probs else self.probs[:rows, :most]
         return Draft(self.tokens[:rows, :most], self.submitted[:rows], lengths, probs, self.finite[:rows])
 
     def stage(self, rows: Rows, lengths: np.ndarray) -> None:
-        """Tell the device what each batch slot submits, unless that is what the step before has left there. The copy
-        runs beside the host."""
+        """Copy the submitted lengths to the device, unless the previous step has already set them. The host does not
+        wait for the copy."""
         known, wanted = self.staged, Staged(list(rows.live), lengths.copy())
         if known is not None and known.requests == wanted.requests:
             left = rows.limits_host[: len(lengths)] - rows.lengths_host[: len(lengths)] - 1
@@ -240,37 +240,37 @@ class StagedDrafts:
         self._copy(wanted)
 
     def _copy(self, staged: Staged) -> None:
-        self.staged = None  # an interrupted copy leaves nothing known
+        self.staged = None  # unknown if the copy is interrupted
         lengths = torch.full(
             self.submitted.shape, NO_ROW, device="cpu", pin_memory=self.submitted.device.type == "cuda"
         )
         lengths[: len(staged.lengths)] = torch.from_numpy(staged.lengths)
-        self.submitted.copy_(lengths, non_blocking=True)  # pinned memory is kept until the copy is done
+        self.submitted.copy_(lengths, non_blocking=True)  # torch keeps the pinned memory until the copy has ended
         self.staged = staged
 
     @contextmanager
     def no_rows(self) -> Iterator[None]:
-        """Inside, all batch slots are without a row."""
+        """Mark all batch slots as without a row, inside the context."""
         staged, self.staged = self.staged, None
         self.submitted.fill_(NO_ROW)
         yield
         self._copy(staged)
 
     def move(self, batch_slots: Tensor) -> None:
-        """Rows have moved from these batch slots to the first ones."""
+        """Move the entries of these batch slots to the first batch slots."""
         self.submitted[: len(batch_slots)] = self.submitted[batch_slots]
         self.submitted[len(batch_slots) :] = NO_ROW
 
 
 class CapturedPasses:
-    """Passes of a runner over the last tokens of each row, captured once per shape."""
+    """Passes of a runner over the last tokens of each row. Each shape is captured once."""
 
     def __init__(self, runner: Runner, graphs: Graphs):
         self.runner, self.graphs = runner, graphs
-        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by width, the memory that captured passes read
+        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # input buffers of captured passes, by width
 
     def __call__(self, ids: Tensor, starts: Tensor, query_lengths: Sequence[int], starts_host: Sequence[int]) -> Tensor:
-        """Logits [B, V] after the last of ids [B, Q], as `Runner.feed` would give. The next pass overwrites them."""
+        """Return logits [B, V] after the last of ids [B, Q], like `Runner.feed`. The next pass overwrites them."""
         rows, width = ids.shape
         most = self.runner.cache.max_rows
         if width not in self._inputs:
@@ -291,5 +291,5 @@ class CapturedPasses:
 
 
 def padded(rows: int, most: int) -> int:
-    """Return the rows of a fixed pass: a power of two, since each number of them is another pass to capture."""
+    """Return the batch size of a fixed pass. Powers of two limit the number of captures."""
     return min(1 << (rows - 1).bit_length(), most)

@@ -1,8 +1,8 @@
-"""Functions over fixed memory, recorded once and replayed: CUDA graphs, captured when first needed.
+"""CUDA graphs: functions over fixed memory, captured when first needed and then replayed.
 
-Launching a pass kernel by kernel costs the host more than a GPU needs for a small model's pass. A CUDA graph launches
-all of them at once, and holds exactly what was recorded: these kernels, on these addresses, with these numbers. What is
-to change from one replay to the next has to stand in device memory.
+For a small model, the host takes longer to launch a pass kernel by kernel than the GPU takes to run the pass. A CUDA
+graph launches all kernels at once, with the addresses and scalar arguments of the capture. Values that change between
+replays must be in device memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from bass_core.environment import is_full
 
-MOST = 64  # recordings kept: a batch's draft lengths, and what is left of earlier batch sizes
-WARM_UPS = 2  # calls beside the main stream before the recording: libraries make their workspaces there
+MOST = 64  # captured graphs kept: the draft lengths of a batch, and some of earlier batch sizes
+WARM_UPS = 2  # calls on the side stream before a capture, in which libraries allocate workspaces
 
 Function = Callable[[], Any]
-# One at a time: recordings share a stream, and would hold each other's launches. A step that is met for the first time
-# is not called beside one: compilers time what they make, and so wait for the device, which voids a recording.
-# (Prefills, and steps that are never recorded, may: a recording is made once more.)
+# Held during a capture, since captures share a stream and would include each other's launches. Also held during the
+# first call of a function: compilers may benchmark and synchronize the device, which invalidates a capture. Prefills
+# and uncaptured steps do not take the lock; a capture that they invalidate is repeated.
 _RECORDING = threading.RLock()
 
 
 class NotRecordable(ValueError):
-    """A function that cannot be a graph: the host reads what the device has computed."""
+    """Raised for a function that cannot be captured, for instance if the host reads a device value."""
 
 
 class NothingReadByHost(TorchDispatchMode):
-    """Raises NotRecordable where the host waits for a value of the device's, or makes a tensor of its own numbers."""
+    """Raises NotRecordable if the host waits for a device value, or makes a device tensor from host values."""
 
     READS = (
         torch.ops.aten._local_scalar_dense,
@@ -54,7 +54,7 @@ class NothingReadByHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # what consists of other operators comes whole in inference mode: `item`, say
+        with self:  # inference mode does not decompose composite operators such as `item`
             found = operator.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
@@ -62,12 +62,12 @@ class NothingReadByHost(TorchDispatchMode):
         by_mask = kind in self.INDEXES and any(_is_mask(index) for index in args[1])
         fetched = kind == torch.ops.aten._to_copy and _is_host(kwargs.get("device")) and not _is_host(args[0].device)
         if by_mask or fetched or kind in (*self.READS, *self.MAKES):
-            raise NotRecordable(f"{operator} ties the pass to a value on the host: use compile='off'")
+            raise NotRecordable(f"{operator} makes the pass depend on a value on the host; use compile='off'")
         return operator(*args, **kwargs)
 
 
 def _is_mask(index: Tensor | None) -> bool:
-    """Whether an index selects by truth, so that how many it selects has to be counted first."""
+    """Return True for a boolean mask. The host must wait for the number of selected elements."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -76,8 +76,8 @@ def _is_host(device: torch.device | None) -> bool:
 
 
 def unwatched(function: Callable) -> Callable:
-    """The function, out of sight of `NothingReadByHost`: code that was compiled whole reads nothing on the host, and is
-    not to be compiled under somebody's eyes."""
+    """Return the function without the check of `NothingReadByHost`. Fully compiled code reads no device value on the
+    host, and dispatch modes must not be active during compilation."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -88,7 +88,7 @@ def unwatched(function: Callable) -> Callable:
 
 
 class Graphs:
-    """At most `most` recordings by key; the one that was not used for longest makes room."""
+    """Cache of at most `most` captured graphs by key. The least recently used graph is evicted."""
 
     def __init__(
         self,
@@ -96,23 +96,23 @@ class Graphs:
         most: int = MOST,
         fall_back: Callable[[], None] | None = None,
     ):
-        """record: makes of a function what replays it. fall_back: called if a function turns out not to be recordable;
-        from then on functions are called each time. None: NotRecordable is raised."""
+        """record: captures a function and returns the replay function. fall_back: called if a function cannot be
+        captured; all functions captured later are then called each time. None: raise NotRecordable instead."""
         self._record, self._most, self._fall_back = record, most, fall_back
         self._recordings: OrderedDict[Hashable, Function] = OrderedDict()
         self._met: set[Hashable] = set()
-        self.recorded = True  # until a function turns out not to be recordable
-        self.made = 0  # functions met for the first time and recordings so far: what takes longer than it will again
+        self.recorded = True  # False once a function could not be captured
+        self.made = 0  # first calls and captures so far; both take longer than later calls
 
     def due(self, key: Hashable) -> bool:
-        """Whether this function is to be recorded now: it was called before, and there is no recording of it."""
+        """Return True if this function must be captured now: it was called before and has no graph."""
         return key in self._met and key not in self._recordings
 
     def __len__(self) -> int:
         return len(self._recordings)
 
     def record(self, key: Hashable, function: Function) -> None:
-        """Record a function; it is called while it is recorded, any number of times."""
+        """Capture a function. The capture calls the function several times."""
         self.made += 1
         if len(self._recordings) >= self._most:
             self._recordings.popitem(last=False)
@@ -127,10 +127,10 @@ class Graphs:
             self._recordings[key] = self._record(function)
 
     def run(self, key: Hashable, function: Function) -> Any:
-        """What `function` returns: replayed if it is recorded under this key, else called.
+        """Replay the graph of this key if there is one, else call `function`. Returns the function's result.
 
-        A recording costs some calls. What occurs a single time (the last steps of rows, say) is not worth one: the
-        second time it is `due`.
+        A capture costs several calls and does not pay for a function that runs only once, as in the last steps of rows.
+        A function is therefore `due` at its second call.
         """
         if key in self._recordings:
             return self.replay(key)
@@ -145,24 +145,24 @@ class Graphs:
         return key in self._recordings
 
     def replay(self, key: Hashable) -> Any:
-        """What a function that is recorded under this key returns."""
+        """Replay the graph of this key and return the function's result."""
         self._recordings.move_to_end(key)
         return self._recordings[key]()
 
     def clear(self) -> None:
-        """Forget all recordings: the memory that they stand for has moved, or is to be freed."""
+        """Drop all graphs, since their memory has moved or will be freed."""
         self._recordings.clear()
 
 
 def launched_each_time(function: Function) -> Function:
-    """Records nothing: what a session does that compiles its passes and has no graphs."""
+    """Return the function itself, for sessions that compile passes and capture no graphs."""
     return function
 
 
 def captured(device: torch.device) -> Callable[[Function], Function]:
-    """Records CUDA graphs on this GPU, all in one memory pool: they run one after the other. Raises NotRecordable where
-    the host reads; in compiled code the compiler has looked for that (`unwatched`)."""
-    # A pool lives as long as a graph that was recorded into it: where there is none any more, a new one is begun.
+    """Return a function that captures CUDA graphs on this GPU, in one memory pool, since graphs run sequentially. It
+    raises NotRecordable if the host reads a device value. Compiled code is exempt from this check (`unwatched`)."""
+    # A pool lives as long as a graph captured into the pool. Without a live graph, a new pool begins.
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(function: Function) -> Function:
@@ -174,15 +174,15 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
                     function()
-                torch.cuda.synchronize()  # a recording that made room may still have been running
-                companion = next(iter(alive), None)  # held until this one is recorded
+                torch.cuda.synchronize()  # an evicted graph may still be running
+                companion = next(iter(alive), None)  # keeps the memory pool alive during the capture
                 for is_last in (False, True):
                     with suppress(*([] if is_last else [NotRecordable, torch.OutOfMemoryError])):
                         with _no_garbage_collection(), _own_workspaces():
                             graph, result = _capture(companion, function)
                         break
-                    # Once more: another thread may have waited for the device, and a recording takes no memory that
-                    # is cached. What the first one has left is garbage now.
+                    # Try again: another thread may have synchronized the device, or memory was full, since a capture
+                    # cannot use cached memory. Free cached memory and the garbage of the first attempt.
                     gc.collect()
                     torch.cuda.empty_cache()
                 alive.add(graph)
@@ -199,39 +199,39 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
 
 @functools.cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings on a device: libraries keep a workspace for every stream that they ever saw."""
+    """Return the side stream for all captures on a device. Libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 def _capture(companion: torch.cuda.CUDAGraph | None, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The function recorded, and what it returned. Raises NotRecordable for what CUDA refuses to record.
+    """Capture a function and return the graph and the function's result. Raises NotRecordable if CUDA cannot capture.
 
-    companion: whose memory pool it shares (None: one of its own).
+    companion: a graph whose memory pool is shared. None: a new pool.
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if companion is None else companion.pool()
     try:
-        # Other threads of a notebook may use the GPU meanwhile; only where one waits for all of it is this void.
+        # Other threads may use the GPU meanwhile. Only a device-wide synchronization invalidates the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         result = function()
         graph.capture_end()
     except BaseException as error:
-        with suppress(RuntimeError):  # the recording is void
+        with suppress(RuntimeError):  # the capture is invalid
             graph.capture_end()
-        with suppress(RuntimeError):  # torch 2.11 goes on allocating from a void recording's pool; others have ended it
+        with suppress(RuntimeError):  # torch 2.11 keeps allocating from the pool of an invalid capture
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise
-        if is_full(error):  # the driver's, for the graph itself
+        if is_full(error):  # the driver has no memory for the graph
             raise torch.OutOfMemoryError(str(error)) from None
         reason = str(error).strip().splitlines()[0]
-        raise NotRecordable(f"CUDA does not record these passes ({reason}): use compile='off'") from error
+        raise NotRecordable(f"CUDA cannot capture these passes ({reason}); use compile='off'") from error
     return graph, result
 
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Workspaces of matrix products are made inside, in the recording's memory, and nothing else uses them afterwards:
-    others free the memory of those outside (transformers' compiled `generate` does)."""
+    """Give a capture its own cuBLAS workspaces, allocated in the capture's memory pool. Other code, such as
+    transformers' compiled `generate`, may free shared workspaces."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
@@ -241,7 +241,7 @@ def _own_workspaces() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Which may destroy things of CUDA's in the midst of a recording."""
+    """Disable garbage collection, which may destroy CUDA objects during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

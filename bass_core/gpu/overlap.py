@@ -1,10 +1,11 @@
-"""A step launched before the one before it is read: the device decodes on while the host takes in what was decided.
+"""Overlapped steps: launch the next step before the host has read the current step.
 
-The host's work between two steps (a copy, the rows' ends, a policy's plan, the caller) costs about a tenth of a large
-model's step, or a whole step of a small one. The next step needs none of it where the policy predicts the draft length:
-all else that it reads is on the device, where a row that has reached its limit submits nothing. So captured functions
-are replayed once more. The loop asks for that step as for any other. If it asks for a different step, rows are rewound
-and that one is launched. Texts do not change, since random numbers go by a row's own steps.
+The host's work between two steps (copy, commit, the policy's plan, the caller) takes about a tenth of a large model's
+step, or as long as a small model's whole step. If the policy predicts the next draft length, the next step does not
+depend on this work: all other inputs are on the device, and a row at its maximum length submits no tokens. `Overlap`
+therefore replays the captured functions once more. The session requests the overlapped step like any other step. If
+the session requests a different step, `Overlap` rewinds the rows and launches the requested step. Texts do not change,
+since random numbers depend on each row's step number.
 """
 
 from __future__ import annotations
@@ -29,34 +30,33 @@ from bass_core.policies.protocol import DraftLengthPolicy
 
 
 class Ahead(NamedTuple):
-    """A step under way that nobody has asked for: its rows by batch slot, how many drafts it plans for each, the draft
-    length of its functions, what it decides, and how passes were switched."""
+    """An overlapped step that the session has not requested yet."""
 
-    requests: list[Request]
-    planned: int
-    width: int
-    fetched: Fetched
-    switched: tuple
+    requests: list[Request]  # by batch slot
+    planned: int  # planned draft length of all rows
+    width: int  # draft length of the functions
+    fetched: Fetched  # the packed report
+    switched: tuple  # `GraphStep.switched` at the launch
 
 
 class Overlap:
-    """A `GraphStep`, of which one more is under way as often as can be."""
+    """A `GraphStep` that launches the next step ahead if possible."""
 
     records = True
 
     def __init__(self, step: GraphStep):
         self.step, self.graphs, self.context, self.begin = step, step.graphs, step.context, step.begin
-        self._watch: Stopwatch | None = None  # times the step under way
+        self._watch: Stopwatch | None = None  # times the overlapped step
         self._under_way: Ahead | None = None
-        self._asked_for: Callable[[], np.ndarray] | None = None  # fetches its report, between `draft` and `verify`
-        self._predicted: int | None = None  # draft length shared by this step and the next; None: unknown
+        self._asked_for: Callable[[], np.ndarray] | None = None  # fetches the report, between `draft` and `verify`
+        self._predicted: int | None = None  # common draft length of this step and the next step, or None
 
     @property
     def is_ahead(self) -> bool:
         return self._under_way is not None
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """As `EagerStep.draft`; the drafts of the step under way if that is the one which is asked for."""
+        """As `EagerStep.draft`. Returns the drafts of the overlapped step if the session requests this step."""
         ahead, self._under_way, self._asked_for = self._under_way, None, None
         if ahead is not None and ((planned != ahead.planned).any() or self.step.switched != ahead.switched):
             self.take_back()
@@ -81,7 +81,7 @@ class Overlap:
         return Draft(draft.tokens[moved], drafts.submitted[: len(live)], lengths, probs, draft.finite[moved])
 
     def verify(self, context: Context, draft: Draft) -> StepReport:
-        """As `EagerStep.verify`; then the next step is launched where it is certain."""
+        """As `EagerStep.verify`. Then launches the next step if its shape is known."""
         asked_for, self._asked_for = self._asked_for, None
         if asked_for is not None:
             self.step.phases.enter("commit")
@@ -96,7 +96,7 @@ class Overlap:
         return report
 
     def _slots_of(self, ahead: Ahead) -> list[int]:
-        """Where the rows that live now were when it was launched: others have ended since, and some have moved."""
+        """Return the batch slots of the live rows at the launch. Since then, rows have ended or moved."""
         slot_of = {request: slot for slot, request in enumerate(ahead.requests)}
         return [slot_of[request] for request in self.step.rows.live]
 
@@ -106,15 +106,15 @@ class Overlap:
         return staged.to(device, non_blocking=True)
 
     def _may_launch(self, context: Context, lengths: np.ndarray) -> bool:
-        """Return True if the next step will be this one again, as far as can be known before this one is read."""
+        """Return True if the next step will have the functions of this step, as far as the host knows now."""
         step, rows, replayed = self.step, self.step.rows, self.step.replayed
         if self._predicted is None or replayed is None or step.drafts.staged is None or not self.graphs.recorded:
             return False
         if not step.is_in_place:
-            return False  # captured functions are of memory that has moved
-        goes_on = rows.limits_host[: len(lengths)] - context.lengths_host > lengths + 1  # [B], unless it ends on EOS
+            return False  # the memory of the captured functions has moved
+        goes_on = rows.limits_host[: len(lengths)] - context.lengths_host > lengths + 1  # [B], False near the limit
         if not goes_on.any() or (rows.waiting and (rows.free or not goes_on.all())):
-            return False  # all may end; a batch slot is or may become free for a row that waits
+            return False  # all rows may end, or a waiting row may start
         longest = int(context.lengths_host.max() + 2 * lengths.max()) + 1
         runners = (*step.drafter.runners, step.target) if replayed[1:] else (step.target,)
         return all(
@@ -123,7 +123,7 @@ class Overlap:
         )
 
     def _launch(self) -> None:
-        """Replay the functions of the last step once more."""
+        """Replay the functions of the last step again."""
         self._watch = watch = self.step.phases.watch_ahead
         if watch is None:
             return
@@ -139,7 +139,7 @@ class Overlap:
             self._under_way = Ahead(live, self._predicted, verifying[2], decided, self.step.switched)
 
     def take_back(self) -> None:
-        """As `EagerStep.take_back`, the step under way as well."""
+        """As `EagerStep.take_back`, including the overlapped step."""
         self._under_way = self._asked_for = None
         if self._watch is not None:
             self._watch.drop_ahead()
@@ -151,18 +151,18 @@ class Overlap:
 
     def release(self) -> None:
         self._under_way = self._asked_for = None
-        if self.step.rows.device.type == "cuda":  # a step may be under way, and its captured functions go now
-            with suppress(RuntimeError):  # the device was lost: the next CUDA call raises the error
+        if self.step.rows.device.type == "cuda":  # an overlapped step may still run its captured functions
+            with suppress(RuntimeError):  # the device was lost; the next CUDA call raises the error
                 torch.cuda.current_stream(self.step.rows.device).synchronize()
         self.step.release()
 
 
 def make(eager: EagerStep, recorded: bool, fall_back: Callable[[], None] | None) -> GraphStep | Overlap:
-    """Return this step captured. recorded: as CUDA graphs, else as functions that are launched each time. fall_back:
-    called if it cannot be captured after all (None: that raises)."""
+    """Return the step as functions of fixed shapes. recorded: capture CUDA graphs and overlap steps. fall_back: called
+    if the step cannot be captured; None raises the error."""
     if not recorded:
         return GraphStep(eager, Graphs(launched_each_time, fall_back=fall_back))
-    # An ended row still runs in the step under way; NaN there must not stop the other rows. With on_row_error="raise"
-    # the session rewinds the rows.
+    # An ended row still runs in an overlapped step, and NaN in this row must not stop the other rows. With
+    # on_row_error="raise", the session rewinds the rows.
     eager.options = replace(eager.options, all_or_none=False)
     return Overlap(GraphStep(eager, Graphs(captured(eager.rows.device), fall_back=fall_back)))

@@ -1,1 +1,1 @@
-"""Names, folders and checkpoints -> a `ModelPair`."""
+"""Load a `ModelPair` by names, folders and checkpoints."""

@@ -1,7 +1,7 @@
-"""The files of a checkpoint -> a model and a tokenizer, checked before memory is taken or a weight is read.
+"""Load a model and a tokenizer from the files of a checkpoint, after checks of config and file headers.
 
-A folder and a name of the hub take exactly the same path: safetensors only, no code from the repository of the model
-unless the caller says so, every tensor accounted for and finite.
+A folder and a name on the hub are loaded in the same way. Only safetensors files are read. Code of the model's
+repository runs only if the caller allows it. Every tensor must be known, present and finite.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from bass_core.model import transformers_internals as internals
 
-OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
-REPEATS = {  # greatest integer in fields of configs that say how often a list is repeated or a module is made
-    re.compile(r"layers?$|^num_blocks$|^attention_types$"): 500,  # no model has more; built within a second
+OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; transformers computes it
+REPEATS = {  # greatest integer in config fields that multiply lists or modules
+    re.compile(r"layers?$|^num_blocks$|^attention_types$"): 500,  # above all known models, and built within a second
     re.compile(r"^num_labels$"): 100_000,
 }
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what is written otherwise is a path
-ADAPTER = "adapter_config.json"  # where there is one, and peft, transformers loads what that file names
-SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # the others may be fetched from the hub
-PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: where regular expressions give up
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are paths
+ADAPTER = "adapter_config.json"  # with this file and peft, transformers would load the base model instead
+SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # other names may load code from the hub
+PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: hard for regular expressions
 
 
 def load_model(
@@ -56,17 +56,17 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """The language model of a folder, or of that revision on the hub, in evaluation mode; see `load_pair`."""
+    """Return the language model of a folder, or of a revision on the hub, in evaluation mode; see `load_pair`."""
     check_there(name, revision)
     try:
-        with _progress_only_for_people(), torch.device("cpu"):  # whatever the default: a GPU's would ask for accelerate
+        with _progress_only_for_people(), torch.device("cpu"):  # a GPU as default device would require accelerate
             config, commit = _checked_config(name, revision, trust_remote_code)
             quantized = quantization_config is not None or bool(getattr(config, "quantization_config", None))
             special: dict[str, Any] = attention_of(config)
             if quantization_config is not None:
                 special["quantization_config"] = quantization_config
             if quantized:
-                special["device_map"] = {"": device}  # some are packed for the device they are made on
+                special["device_map"] = {"": device}  # some formats are packed for their device
             model, report = _auto_class(config).from_pretrained(
                 name,
                 config=config,
@@ -76,9 +76,9 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 **special,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # reported below
             )
-    except Exception as error:  # whatever the file format or the hub says: one kind of error, with the cause kept
+    except Exception as error:  # every error of file formats and of the hub
         raise _not_loaded(name, error) from error
     obsolete = OBSOLETE.get(model.config.model_type)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -95,39 +95,38 @@ def load_model(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # torch asks this of no float8: those are small enough to be looked at in another dtype.
+    # isfinite does not support float8, so convert these small tensors.
     wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
     return bool(wide.isfinite().all())
 
 
 def _auto_class(config: PreTrainedConfig) -> type:
-    """Decoder-only, encoder-decoder, or an encoder-decoder model that hears."""
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else AutoModelForSeq2SeqLM
 
 
 def check_there(name: str | Path, revision: str | None = None) -> None:
-    """Raises ValueError for a path that is no folder, and for the revision of a folder, which has none."""
+    """Raise ValueError for a path other than a folder, and for a revision of a folder."""
     path = Path(name)
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"{str(name)!r} is a folder, which has no revisions; leave out revision={revision!r}")
     elif path.exists():
-        raise ValueError(f"cannot load {str(name)!r}: it is a file; name the folder that has it and its config.json")
+        raise ValueError(f"cannot load {str(name)!r}: it is a file; pass the folder with the file and its config.json")
     elif isinstance(name, Path) or not HUB_ID.fullmatch(name):
         raise ValueError(f"cannot load {str(name)!r}: no such folder")
 
 
 def _not_loaded(name: str | Path, error: Exception) -> ValueError:
-    if isinstance(error, OSError) and not Path(name).is_dir():  # the hub's, over several lines
+    if isinstance(error, OSError) and not Path(name).is_dir():  # the hub's message has several lines
         said = " ".join(str(error).split())
-        return ValueError(f"cannot load {str(name)!r}: there is no such folder here, and from the hub: {said}")
+        return ValueError(f"cannot load {str(name)!r}: no such folder, and the hub reports: {said}")
     return ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}")
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that a quantized one is made of."""
+    """Yield the tensor, or the parts of a quantized tensor."""
     parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     for part in parts:
         yield from plain_tensors(getattr(tensor, part))
@@ -136,21 +135,21 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """What `from_pretrained` and `from_config` have to be told, so that a model computes what its config says."""
-    # Gemma 2 caps its scores; sdpa, which transformers 5.17 takes, drops that in silence.
+    """Return arguments for `from_pretrained` and `from_config` to compute attention as the config specifies."""
+    # Gemma 2 caps attention scores; sdpa, the default of transformers 5.17, silently ignores the cap.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": "eager"} if capped else {}
 
 
 def _checked_config(name: str | Path, revision: str | None, trust_remote_code: bool) -> tuple[PreTrainedConfig, str]:
-    """The config of a checkpoint and the commit that was read, if its small files bear each other out.
+    """Return the config of a checkpoint and the commit of its files, if config and file headers are consistent.
 
-    The headers of the safetensors files say what there is. What a config asks for beyond that, or in words that
-    transformers would pass over in silence, is refused before memory is taken or a weight is read.
+    The headers of the safetensors files list the tensors. The function refuses a config of a larger model, and fields
+    that transformers would silently ignore, before memory is allocated or a weight is read.
     """
     if cached_file(name, ADAPTER, revision=revision, _raise_exceptions_for_missing_entries=False):
         raise ValueError(
-            f"it holds an adapter ({ADAPTER}); load the model that it is for, and then pair.target.load_adapter(…)"
+            f"the checkpoint is an adapter ({ADAPTER}); load its base model, then pair.target.load_adapter(…)"
         )
     written, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     check_config(written, trust_remote_code)
@@ -158,24 +157,24 @@ def _checked_config(name: str | Path, revision: str | None, trust_remote_code: b
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=trust_remote_code)
     quantized = bool(getattr(config, "quantization_config", None))
     held = sum(elements for _, elements in tensors.values())
-    most = held * (64 if quantized else 2)  # quantized ones are packed; a few missing ones are named later
+    most = held * (64 if quantized else 2)  # quantized weights are packed; a few missing weights are reported later
     with torch.device("meta"), _bounded(1000 + 16 * len(tensors), 4 * most, 2**26 + 4 * held):
         model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     asked = sum(parameter.numel() for parameter in model.parameters())
     if asked > most:
-        raise ValueError(f"config.json describes a model of {asked:,} parameters, and the files hold {held:,}")
+        raise ValueError(f"config.json describes a model of {asked:,} parameters, but the files hold {held:,}")
     ignored = [*internals.ignored_tensors(model), OBSOLETE.get(config.model_type, r"^$")]
     whole = [key for key, buffer in model.named_buffers() if not buffer.is_floating_point()]
     for key, (dtype, _) in tensors.items():
-        known = any(own.endswith(key) or key.endswith(own) for own in whole)  # prefixes come and go
+        known = any(own.endswith(key) or key.endswith(own) for own in whole)  # prefixes may differ
         if not (quantized or known or dtype.startswith(("F", "BF")) or any(re.search(each, key) for each in ignored)):
-            raise ValueError(f"{key} is stored as {dtype}; weights are floating-point numbers, or else quantized")
+            raise ValueError(f"{key} is stored as {dtype}; weights must be floating-point or quantized")
     return config, commit
 
 
 @contextmanager
 def _bounded(modules: int, parameters: int, buffer_bytes: int) -> Iterator[None]:
-    """Raise ValueError as soon as this thread has made more modules, parameters before tying, or bytes of buffers."""
+    """Raise ValueError as soon as this thread creates more modules, parameters (before tying) or buffer bytes."""
     thread, made = threading.get_ident(), Counter()
     most = {"modules": modules, "parameters": parameters, "bytes of buffers": buffer_bytes}
 
@@ -188,7 +187,7 @@ def _bounded(modules: int, parameters: int, buffer_bytes: int) -> Iterator[None]
         made[kind] += 1 if kind == "modules" else part.numel() if kind == "parameters" else part.nbytes
         if made[kind] > most[kind]:
             raise ValueError(
-                f"config.json describes a model of {made[kind]:,} {kind} or more, and the files justify {most[kind]:,}"
+                f"config.json describes a model of {made[kind]:,} {kind} or more; the files allow {most[kind]:,}"
             )
 
     with ExitStack() as stack:
@@ -199,7 +198,7 @@ def _bounded(modules: int, parameters: int, buffer_bytes: int) -> Iterator[None]
 
 
 def _headers(name: str | Path, revision: str | None, only: str | None) -> tuple[dict[str, tuple[str, int]], str]:
-    """Dtype and number of elements of every tensor of a checkpoint, whose files the index or `only` names; commit."""
+    """Return dtype and size of every tensor, and the commit. Reads the file `only`, or the files of the checkpoint."""
     optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     files = [only or SAFE_WEIGHTS_NAME]
     index = None if only else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **optional)
@@ -208,7 +207,7 @@ def _headers(name: str | Path, revision: str | None, only: str | None) -> tuple[
     tensors = {}
     for file in files:
         if not re.fullmatch(r"[^/\\]+\.safetensors", file):
-            raise ValueError(f"it names {file!r} as a file of weights; only *.safetensors beside config.json are read")
+            raise ValueError(f"the checkpoint names {file!r} as a weights file; only *.safetensors files can be read")
         path = cached_file(name, file, revision=revision)
         with safe_open(path, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
@@ -217,20 +216,20 @@ def _headers(name: str | Path, revision: str | None, only: str | None) -> tuple[
 
 
 def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = "") -> None:
-    """Raises ValueError naming a field of a config.json that would hang, fetch code or be passed over in silence."""
+    """Raise ValueError for fields of a config.json that would hang, load code or be silently ignored."""
     for key, value in config.items():
         field = prefix + key
         for repeated, most in REPEATS.items():
             if repeated.search(key) and (asked := max(_integers(value), default=0)) > most:
-                raise ValueError(f"config.json asks for {field}={asked}; {most} is the most that is built")
+                raise ValueError(f"config.json has {field}={asked}; at most {most} is supported")
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
             floating(f"{field} in config.json", value)
         if key.endswith("_implementation") and not trust_remote_code:
             for each in value.values() if isinstance(value, dict) else [value]:
                 if each not in (None, *SHIPPED):
                     raise ValueError(
-                        f"config.json asks for {field}={each!r}, code that may come from the hub; remove it, or allow "
-                        "it with trust_remote_code=True"
+                        f"config.json has {field}={each!r}, which may load code from the hub; remove the field, or "
+                        "pass trust_remote_code=True"
                     )
         if key == "quantization_config" and value:
             method = value.get("quant_method")
@@ -241,7 +240,6 @@ def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = 
 
 
 def _integers(value: Any) -> Iterator[int]:
-    """Yield the integers of a field of a config, which may be nested lists."""
     if isinstance(value, list):
         for each in value:
             yield from _integers(each)
@@ -251,7 +249,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 @contextmanager
 def _progress_only_for_people() -> Iterator[None]:
-    """transformers' progress bars in a terminal; none in notebooks' pages, logs and pipes."""
+    """Show transformers' progress bars in terminals, but not in notebooks, logs and pipes."""
     shown = logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -263,7 +261,7 @@ def _progress_only_for_people() -> Iterator[None]:
 
 
 def load_tokenizer(name: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model, tried on a text. Raises ValueError."""
+    """Return the tokenizer of a model after a trial on a text. Raises ValueError."""
     try:
         with panics_are_errors():
             tokenizer = AutoTokenizer.from_pretrained(
@@ -271,25 +269,24 @@ def load_tokenizer(name: str | Path, revision: str | None, trust_remote_code: bo
             )
             tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
-        hint = "without one, ModelPair(target, draft) of models that you hold takes token ids"
+        hint = "without a tokenizer, load the models and pass token ids to ModelPair(target, draft)"
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error} ({hint})") from error
     return tokenizer
 
 
 @contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """A tokenizer's panic, such as of a regular expression that gives up on a text, is a ValueError: by itself it is
-    no Exception, and passes through whatever catches those."""
+    """Convert a tokenizer's panic (such as a failing regular expression) to ValueError. A panic is no `Exception`."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3 has no name for it that can be imported
+        if type(error).__name__ != "PanicException":  # pyo3 does not export the class
             raise
         raise ValueError(f"the tokenizer failed on a text: {error}") from error
 
 
 def floating(field: str, dtype: Any) -> torch.dtype:
-    """A dtype of torch by its name. Raises ValueError, saying which field it is of."""
+    """Return a floating-point dtype of torch by name. Raises ValueError with the name of the field."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"{field} must be a floating-point dtype of torch, such as 'bfloat16'; got {dtype!r}")
@@ -299,13 +296,13 @@ def floating(field: str, dtype: Any) -> torch.dtype:
 def place(
     device: str | int | torch.device | None, dtype: str | torch.dtype | None
 ) -> tuple[torch.device, str | torch.dtype]:
-    """Return where models go and in which dtype ("auto": their own). None leaves the choice. Raises ValueError."""
+    """Return the models' device and dtype ("auto": the checkpoint's own). None selects a default. Raises ValueError."""
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else _device(device)
     refuse_mps("device", chosen)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {chosen}, and torch finds no GPU here: leave it out, or device='cpu'")
+        raise ValueError(f"device is {chosen}, but torch finds no GPU; leave device out, or use device='cpu'")
     if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
-        raise ValueError(f"device is {chosen}, and torch finds {count} here, from cuda:0 on")
+        raise ValueError(f"device is {chosen}, but torch finds {count} GPUs, numbered from cuda:0")
     if dtype is None:
         dtype = "auto" if chosen.type == "cuda" else torch.float32
     return chosen, dtype if dtype == "auto" else floating("dtype", dtype)
@@ -323,6 +320,6 @@ def _device(device: Any) -> torch.device:
 def refuse_mps(name: str, device: torch.device) -> None:
     if device.type == "mps":
         raise ValueError(
-            f"{name} is mps, which has no float64; verification needs it, or impossible tokens would be drawn now and "
-            "then. Use device='cpu'"
+            f"{name} is mps, which has no float64; verification needs float64 to exclude impossible tokens. "
+            "Use device='cpu'"
         )

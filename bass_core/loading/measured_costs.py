@@ -1,4 +1,4 @@
-"""Find the measured costs of a pair on its device: those of `bass calibrate`, or those that ship with the library."""
+"""Find the measured costs of a pair on its device, from `bass calibrate` or from the library's assets."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MARKS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDiction
 
 
 def policy_for(pair: ModelPair, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
-    """Return the policy that `generate`'s argument means for this pair; raises as `as_policy` does.
+    """Return the policy for `generate`'s draft_length argument; raises as `as_policy` does.
 
-    None: `Goodput` where the pair's costs are known (`bass calibrate` measures them, once per device; the embedded
-    pair's, with its draft model or its feature head, ship with the library), a fixed length elsewhere.
+    None selects `Goodput` if the pair's costs are known, and a fixed length otherwise. `bass calibrate` measures costs,
+    once per device. Costs of the embedded pair, with its draft model or feature head, ship with the library.
     """
     cost = costs_like(pair) if draft_length is None else None
     return as_policy(draft_length) if cost is None else Goodput(cost)
 
 
 def costs_for(pair: ModelPair) -> CostModel | None:
-    """Return the costs of this pair on its device that were measured here (`bass calibrate`) or ship with the library.
+    """Return the measured (`bass calibrate`) or shipped costs of this pair on its device, or None.
 
-    Models count by fingerprint, CPUs by name and threads. None where there are none. A file that cannot be read is
-    passed over with a warning. Raises ValueError for one that holds the costs of another pair.
+    Models are identified by fingerprint, CPUs by name and threads. An unreadable file is skipped with a warning. Raises
+    ValueError for a file with the costs of another pair.
     """
     name = file_name(device_name(pair.device), *_marks(pair).values())
     for path in (cache_folder() / name, SHIPPED / name):
@@ -44,7 +44,7 @@ def costs_for(pair: ModelPair) -> CostModel | None:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            warnings.warn(f"decoding without costs that were measured: {error}", stacklevel=2)
+            warnings.warn(f"decoding without measured costs: {error}", stacklevel=2)
             continue
         check_costs(cost, pair)
         return cost
@@ -54,7 +54,7 @@ def costs_for(pair: ModelPair) -> CostModel | None:
 def costs_like(pair: ModelPair) -> CostModel | None:
     """Return `costs_for` the pair, or shipped costs of the same models on another device of the same type, or None.
 
-    Another device is slower or faster as a whole, but the relation between draft lengths is much the same.
+    The relation between draft lengths is similar on another device, although times differ.
     """
     if (own := costs_for(pair)) is not None:
         return own
@@ -69,17 +69,17 @@ def check_costs(cost: CostModel, pair: ModelPair) -> None:
     own = {"device": cost.device} | {role: model["fingerprint"] for role, model in cost.models.items()}
     for what, value in found.items():
         if value != own[what]:
-            raise ValueError(f"these costs are of the {what} {own[what]!r}, not of {value!r}; run `bass calibrate`")
+            raise ValueError(f"these costs belong to the {what} {own[what]!r}, not to {value!r}; run `bass calibrate`")
 
 
 def cache_folder() -> Path:
-    """Return the user's folder of measured costs: $XDG_CACHE_HOME/bass-hands-on/costs, or the same in ~/.cache."""
+    """Return the user's folder of measured costs: $XDG_CACHE_HOME/bass-hands-on/costs, by default in ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "bass-hands-on" / "costs"
 
 
 def device_name(device: torch.device) -> str:
-    """Return what costs depend on: the GPU, or the processor with the number of threads that torch uses."""
+    """Return the device name used for costs: the GPU, or the processor with the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -88,12 +88,12 @@ def device_name(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _loaded(path: Path, changed: int) -> CostModel:
-    """Return the costs in a file last changed at that time. `generate` asks for them each time it is called."""
+    """Return the costs in a file with this modification time. `generate` calls this each time."""
     return CostModel.load(path)
 
 
 def _marks(pair: ModelPair) -> dict[str, str]:
-    """Return the fingerprints of the pair, taken once per model: on a GPU every tensor is a copy to the host."""
+    """Return the fingerprints of the pair, computed once per model; on a GPU, each tensor is copied to the host."""
     for model in pair.models:
         if model not in _MARKS:
             _MARKS[model] = fingerprint(model)

@@ -1,1 +1,1 @@
-"""The algorithm: rows of a batch draft, are verified and commit. `Session._decode` calls what stands here."""
+"""The decoding loop: rows of a batch draft, are verified and commit. `Session._decode` calls these modules."""

@@ -1,8 +1,7 @@
-"""Rows together with the caches that hold them: admitted with one shared prefill per prompt, moved, released.
+"""Rows together with their caches: admit rows with one shared prefill per prompt, move rows, release memory.
 
-A prompt is prefilled once, by the first of its samples. Samples that start with it copy its cache row; for samples that
-start later, what the prefill left (both models' cache rows and the target's last logits) is kept until the last of them
-has started.
+The first sample of a prompt prefills the prompt. Samples that start in the same step copy this sample's cache row. For
+later samples, the batch saves both models' cache rows and the target's last logits until the last sample has started.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from bass_core.model.runner import Runner
 
 
 class Batch:
-    """`rows`, and what `target` and `drafter` cache of them, kept in step."""
+    """Keeps `rows` and the caches of `target` and `drafter` consistent."""
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter, prefill_chunk: int | None = None):
         self.rows, self.target, self.drafter = rows, target, drafter
         self.long = LongPrompts(prefill_chunk, rows, target, drafter)
-        self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # prompts of waiting rows
         self._runners = [target, *drafter.runners]
-        self._filled = False  # whether the caches have all of their memory
-        self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows batch slots
+        self._filled = False  # True once a prefill has allocated all cache memory
+        self.admitting = False  # True while a step admits rows, and after such a step has failed
 
     def submit(self, request: Request) -> None:
-        """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
+        """Queue a row. Waiting rows with equal prompts share one. Safe while a step runs in another thread."""
         request.prompt = self._prompts.setdefault(request.prompt.key, request.prompt)
         self.rows.waiting.append(request)
 
     def end(self, request: Request, reason: str) -> None:
-        """End a waiting or live row, keeping what it has; nothing if it has ended already."""
+        """End a waiting or live row. The row keeps its tokens. No effect if the row has already ended."""
         self.rows.end(request, reason)
         if not any(each.prompt is request.prompt for each in self._waiting()):
             self._forget(request.prompt)
         self.compact()
 
     def reserve(self, positions: int) -> None:
-        """Make room for rows of that many tokens, prompt included."""
+        """Increase the capacity to rows of `positions` tokens, prompt included."""
         if positions > self.rows.capacity:
             with self._no_more_than_fits():
                 self.target.cache.grow(positions)
@@ -54,8 +53,8 @@ class Batch:
 
     @contextmanager
     def _no_more_than_fits(self) -> Iterator[None]:
-        """Where memory is full before the caches have any, there is as little room as at first: later rows would take
-        as much as the one that found none."""
+        """Reset the capacity to 0 if memory is full before the first prefill has succeeded. Otherwise all later rows
+        would allocate the capacity that did not fit."""
         try:
             yield
         except BaseException as error:
@@ -67,7 +66,7 @@ class Batch:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Rows admitted inside wait again if anything is raised, so that an interrupted step can be repeated."""
+        """After an exception, put the rows admitted inside back into the queue, so that the step can be repeated."""
         first, self.admitting = len(self.rows.live), True
         try:
             with self._no_more_than_fits():
@@ -79,17 +78,17 @@ class Batch:
         self.rows.drop_started()
 
     def starting(self) -> list[Request]:
-        """Waiting rows that can start now, in the order in which they came."""
+        """Return the waiting rows that can start now, in order of arrival."""
         if not self.rows.free:
-            return []  # nor is a prompt being read: a batch slot is kept for it
+            return []  # no prompt is being read either, since this would reserve a batch slot
         return self.long.starting(self._waiting(), self.rows.free)
 
     def _waiting(self) -> list[Request]:
-        live = set(self.rows.live)  # rows that have passed a long prompt stay in the queue behind it
+        live = set(self.rows.live)  # live rows that overtook a long prompt are still in the queue
         return [each for each in list(self.rows.waiting) if each.finish_reason is None and each not in live]
 
     def read_chunk(self) -> tuple[Request, range]:
-        """Read the next chunk of a long prompt. Returns a row that waits for it, and the chunk's positions."""
+        """Read the next chunk of a long prompt. Returns a waiting row of this prompt and the chunk's positions."""
         request = self.long.request
         with self.admission():
             self._make_room([request])
@@ -100,7 +99,7 @@ class Batch:
     def _make_room(self, requests: list[Request]) -> None:
         needed = max(request.limit for request in requests)
         if needed > self.rows.capacity:
-            # At least double, so that growing stays rare, but no more than a row can have, or than there is.
+            # Double the capacity, up to the context, so that growing is rare. If memory is full, grow only as needed.
             contexts = [runner.context for runner in self._runners if runner.context is not None]
             wanted = max(needed, min([2 * self.rows.capacity, *contexts]))
             for room in dict.fromkeys((wanted, needed)):
@@ -112,11 +111,11 @@ class Batch:
                         raise
 
     def admit(self, starting: list[Request]) -> tuple[range, Tensor]:
-        """Give these rows batch slots. Returns the batch slots and the target's logits after the prompts, [B, V]."""
+        """Give these rows batch slots. Returns the batch slots and the target logits after the prompts, [B, V]."""
         rows, first, chosen = self.rows, len(self.rows.live), set(starting)
         later = [request for request in self._waiting() if request not in chosen]
         self._make_room(starting)
-        leaders: dict[Prompt, Request] = {}  # the first sample of each prompt that was not prefilled yet
+        leaders: dict[Prompt, Request] = {}  # first sample of each prompt without a prefill
         for request in starting:
             if request.prompt.saved is None:
                 leaders.setdefault(request.prompt, request)
@@ -132,7 +131,7 @@ class Batch:
             batch_slots = range(batch_slot, batch_slot + len(list(samples)))
             self._copy_prompt(prompt, batch_slots, batch_slot_of.get(prompt))
             batch_slot = batch_slots.stop
-        logits = torch.stack([request.prompt.logits for request in leading + followers])
+        logits = torch.stack([request.prompt.logits for request in leading + followers])  # [B, V]
         wanted = {request.prompt for request in later}
         for prompt in {request.prompt for request in starting}:
             if prompt not in wanted:
@@ -144,7 +143,7 @@ class Batch:
         return range(first, len(rows.live)), logits
 
     def _prefill(self, leading: list[Request], batch_slots: range) -> None:
-        """One pass of each model over new prompts; the target's last logits stay with the prompts."""
+        """Run one pass of each model over new prompts. Stores the target's last logits in the prompts."""
         tokens = self.rows.tokens[batch_slots.start : batch_slots.stop]
         lengths = [len(request.prompt.ids) for request in leading]
         self.target.cache.clear(batch_slots)
@@ -156,7 +155,7 @@ class Batch:
             request.prompt.logits = row_logits
 
     def _copy_prompt(self, prompt: Prompt, batch_slots: range, source: int | None) -> None:
-        """Write a prompt's cache rows to batch slots: from another batch slot, or from what was saved."""
+        """Write a prompt's cache rows to batch slots, from the batch slot `source` or from the saved cache rows."""
         if source is not None:
             self._copy(source, batch_slots, len(prompt.ids))
         else:
@@ -164,15 +163,15 @@ class Batch:
             self.drafter.load_row(batch_slots, prompt.saved[1], len(prompt.ids))
 
     def _forget(self, prompt: Prompt) -> None:
-        """Drop what is kept of a prompt that no row waits for."""
+        """Drop the saved prefill of a prompt without waiting rows."""
         prompt.saved = prompt.logits = None
         if self._prompts.get(prompt.key) is prompt:
             del self._prompts[prompt.key]
 
     def compact(self) -> None:
-        """Let the last live rows take the batch slots of finished ones."""
+        """Move the last live rows into the batch slots of finished rows."""
         self.rows.drop_started()
-        if self._prompts and not self.rows.waiting:  # what an interrupt within `end` may have left
+        if self._prompts and not self.rows.waiting:  # possible after an interrupt within `end`
             for prompt in list(self._prompts.values()):
                 self._forget(prompt)
         for batch_slot, request in enumerate(self.rows.live):
@@ -199,29 +198,29 @@ class Batch:
 
 
 def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], batch_slots: range) -> None:
-    """Target and drafter read the sources of prompts that begin in these batch slots, if their models read any."""
+    """Encode the sources of encoder-decoder models for target and drafter. No effect on decoder-only models."""
     if target.sources is not None:
         sources = [prompt.source for prompt in prompts]
         drafter.read_sources(sources, batch_slots, target.read(sources, batch_slots))
 
 
 class LongPrompts:
-    """Which prompt is read in chunks, and how far that is."""
+    """Chunked prefill: reads one long prompt at a time, chunk by chunk."""
 
     def __init__(self, chunk: int | None, rows: Rows, target: Runner, drafter: Drafter):
-        """chunk: tokens of a prompt that are read in one pass at most; None: all of them."""
+        """chunk: maximum number of prompt tokens per pass; None means no limit."""
         self.chunk, self.rows, self.target, self.drafter = chunk, rows, target, drafter
-        self.request: Request | None = None  # whose prompt is being read
-        # Between two decode steps there is one chunk at most, and one prefill; without chunks, prefills come first.
-        self.turn = self.admits = True  # whether the next may be a chunk, or a prefill, while rows run
-        self._read = 0  # tokens of the prompt that were read
+        self.request: Request | None = None  # a waiting row of the prompt that is being read
+        # At most one chunk and one prefill run between two decode steps. Without chunks, all prefills run first.
+        self.turn = self.admits = True  # True if the next step may be a chunk, or a prefill, while rows are live
+        self._read = 0  # tokens of the prompt read so far
 
     def starting(self, waiting: Sequence[Request], free: int) -> list[Request]:
-        """Which of the waiting rows can start in `free` batch slots: the first ones, but for those whose prompt is
-        still to be read. The first of these has its place kept, and is `request` from now on."""
+        """Return the waiting rows that can start in `free` batch slots. Rows of unread long prompts are passed over.
+        The first of these rows becomes `request`, and one batch slot stays reserved."""
         prompt = None if self.request is None else self.request.prompt
         same = (each for each in waiting if each.prompt is prompt and self._is_long(each.prompt))
-        self.request = next(same, None)  # of its samples one that was not cancelled
+        self.request = next(same, None)  # a sample that is not cancelled
         if self.request is None:
             self._read = 0
             self.request = next((each for each in waiting[:free] if self._is_long(each.prompt)), None)
@@ -229,18 +228,18 @@ class LongPrompts:
         return [each for each in waiting if not self._is_long(each.prompt)][:most]
 
     def _is_long(self, prompt: Prompt) -> bool:
-        """Whether this prompt is still to be read in chunks."""
+        """Return True if the prompt must still be read in chunks."""
         return self.chunk is not None and len(prompt.ids) > self.chunk and prompt.saved is None
 
     def read(self) -> range:
-        """Read a chunk. Returns its positions. After the last one, the prompt has what its rows start from; an
-        interrupted chunk is read again."""
+        """Read a chunk and return its positions. The last chunk saves the prefill in the prompt. An interrupted chunk
+        is read again."""
         prompt, batch_slot = self.request.prompt, self.rows.max_rows - 1
         batch_slots, whole = range(batch_slot, batch_slot + 1), len(prompt.ids)
         tokens = prompt.ids.to(self.rows.device)[None]  # [1, P]
         chunk = range(self._read, min(self._read + self.chunk, whole))
         if chunk.start == 0:
-            self.target.cache.clear(batch_slots)  # a row that failed leaves NaN, and kernels read whole blocks
+            self.target.cache.clear(batch_slots)  # a failed row may have left NaN, and kernels read whole blocks
             read_sources(self.target, self.drafter, [prompt], batch_slots)
         logits = self.target.feed_last(tokens, [chunk.stop], len(chunk), batch_slots, prompt=whole)
         self.drafter.prefill_chunk(tokens, chunk, batch_slot, self.target.hidden(batch_slots))
@@ -253,10 +252,10 @@ class LongPrompts:
         return chunk
 
     def prefilled(self) -> None:
-        """Rows have started."""
+        """Update the schedule after rows have started."""
         self.admits = self.chunk is None
-        self.turn |= not self.rows.live  # all of them have ended, too
+        self.turn |= not self.rows.live  # all rows have ended already
 
     def decoded(self) -> None:
-        """Rows that run have had a step."""
+        """Update the schedule after a decode step."""
         self.turn = self.admits = True

@@ -1,4 +1,4 @@
-"""The phases of a step, timed and reported: plan, draft, verify, commit; of a prefill: prefill, commit."""
+"""Time and report the phases of a step: plan, draft, verify, commit. A prefill has the phases prefill and commit."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import contextmanager
 
 import torch
 
-FIRST = ("plan", "prefill")  # a step begins with one of them
+FIRST = ("plan", "prefill")  # first phases of a step
 
-Listener = Callable[[str], None]  # receives the name of each phase as it begins; "" ends the last one
+Listener = Callable[[str], None]  # called with the name of each phase when the phase begins, and "" after the step
 
 
 class Stopwatch:
-    """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host.
+    """Wall time between marks, in milliseconds. On CUDA, marks are events, read after the step.
 
-    A step that is launched ahead has its marks before it starts: those that it asks for then are there already.
+    An overlapped step is marked at its launch. When the session requests the step, `mark` finds the existing marks.
     """
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
-        self._asked = 0  # for how many of them this step has asked
-        self._next: list = []  # the next step's, where it is under way
-        self._free: list[torch.cuda.Event] = []  # of earlier steps, read or dropped
+        self._asked = 0  # calls of `mark` in this step
+        self._next: list = []  # marks of an overlapped step
+        self._free: list[torch.cuda.Event] = []  # events of earlier steps, for reuse
         self._stream = torch.cuda.current_stream(device) if self._on_cuda else None
 
     def start(self) -> None:
-        """The first mark; an interrupted step's are dropped."""
+        """Set the first mark of a step. Drops marks of an interrupted step."""
         self._let_go(self._marks)
         self._marks, self._next, self._asked = self._next, [], 0
         self.mark()
@@ -41,7 +41,7 @@ class Stopwatch:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Marks made inside are those of the next step. Its first one is made here, and ends this step, too."""
+        """Marks set inside belong to the next step. Entering sets the first mark, which also ends this step."""
         now = self._now()
         this, asked = [*self._marks, now], self._asked
         self._marks, self._asked = [now], 1
@@ -52,12 +52,12 @@ class Stopwatch:
             self._marks, self._asked = this, asked
 
     def drop_ahead(self) -> None:
-        """The step that was launched ahead is none after all."""
+        """Drop the marks of an overlapped step that was taken back."""
         del self._marks[self._asked :]
-        self._next = []  # their events are made anew: this is rare
+        self._next = []  # without reuse of the events, since this is rare
 
     def intervals(self) -> list[float]:
-        """Milliseconds between consecutive marks; starts over."""
+        """Return the milliseconds between consecutive marks, and drop the marks."""
         marks, self._marks = self._marks, []
         pairs = itertools.pairwise(marks)
         if self._on_cuda:
@@ -68,7 +68,7 @@ class Stopwatch:
         return [(b - a) * 1e3 for a, b in pairs]
 
     def _let_go(self, marks: list) -> None:
-        """Use their events again, but for one that the next step begins with."""
+        """Release the events of these marks for reuse, except an event that also begins the next step."""
         if self._on_cuda:
             self._free += [mark for mark in marks if not any(mark is other for other in self._next)]
 
@@ -81,14 +81,14 @@ class Stopwatch:
 
 
 class Phases:
-    """Times the phases of a session's steps, and reports them while somebody listens."""
+    """Times the phases of a session's steps and reports them to a listener."""
 
     def __init__(self, device: torch.device, listener: Callable[[], Listener | None]):
-        """listener: returns who listens now."""
+        """listener: returns the current listener, or None."""
         self.watch, self._listener = Stopwatch(device), listener
 
     def enter(self, phase: str) -> None:
-        """A phase of the step begins; "" ends the last one."""
+        """Begin a phase of the step. "" ends the last phase."""
         if phase in FIRST:
             self.watch.start()
         else:
@@ -97,11 +97,11 @@ class Phases:
             listener(phase)
 
     def end(self) -> list[float]:
-        """End the step. Returns the milliseconds of its phases."""
+        """End the step and return the milliseconds of each phase."""
         self.enter("")
         return self.watch.intervals()
 
     @property
     def watch_ahead(self) -> Stopwatch | None:
-        """Stopwatch for an overlapped step, or None if phases are reported one by one as they begin."""
+        """Stopwatch for an overlapped step, or None if phases are reported individually."""
         return self.watch if self._listener() is None else None

@@ -1,8 +1,8 @@
-"""The rows of a batch: admitted, committed to, finished, cancelled, compacted.
+"""The rows of a batch: admit, commit, finish, cancel and compact.
 
-Everything a step needs lives in device tensors of one line per batch slot (`tokens`, `lengths`, ...); the host keeps
-the same lengths, so that one small copy per step is all that crosses. Live rows occupy batch slots 0..live-1: a
-finished row's batch slot is taken by the last live row.
+Device tensors with one entry per batch slot (`tokens`, `lengths`, ...) hold everything that a step needs. The host
+mirrors the lengths, so that a step needs only one small copy to the host. Live rows occupy batch slots 0..live-1. When
+a row finishes, the last live row moves to the free batch slot.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from bass_core.policies.protocol import RowsView
 
 @dataclass(eq=False)
 class Prompt:
-    """Token ids that one or more rows start from. Prefilled once; what that left is kept until no row waits for it."""
+    """Token ids from which one or more rows start. The prefill result is kept while rows of the prompt wait."""
 
     ids: Tensor  # int64 [P], on the host
-    source: Source | None = None  # what an encoder-decoder model reads; the ids begin what it writes
-    saved: tuple[list[Tensor], list[Tensor]] | None = None  # target's and drafter's cache rows
-    logits: Tensor | None = None  # [V], the target's after the last prompt token
+    source: Source | None = None  # encoder input of an encoder-decoder model; `ids` are then decoder ids
+    saved: tuple[list[Tensor], list[Tensor]] | None = None  # cache rows of the target and the drafter
+    logits: Tensor | None = None  # [V], target logits after the last prompt token
 
     @property
     def key(self) -> tuple:
-        """What is equal for equal prompts."""
+        """Equal for equal prompts."""
         return (*self.ids.tolist(), None if self.source is None else self.source.key)
 
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """One row from submission to result; the handle that `Session.submit` returns."""
+    """A request: one row from submission to result. `Session.submit` returns this handle."""
 
-    row: int  # row id: orders the output
+    row: int  # row id, orders the output
     prompt: Prompt
     max_new_tokens: int
     seed: int
-    sample: int  # keys the randomness, with the seed
+    sample: int  # selects the random numbers together with the seed
     params: SamplingParams
     stop: StopStrings | None = None
     ignore_eos: bool = False
-    deadline: float | None = None  # time.monotonic() at which the row is ended
+    deadline: float | None = None  # time.monotonic() at which the row ends
     finish_reason: str | None = None
-    drafted: int = 0  # tokens that the row's steps have drafted so far, and accepted
-    accepted: int = 0
+    drafted: int = 0  # draft tokens so far
+    accepted: int = 0  # accepted tokens so far
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
-    fetched: Fetched | None = None  # their log-probabilities
+    fetched: Fetched | None = None  # log-probabilities of `tokens`
 
     def __post_init__(self):
         self.stop_finder = StopFinder(self.stop) if self.stop else None
@@ -73,18 +73,18 @@ class Request:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Of `tokens`. Waits for them."""
+        """Log-probabilities of `tokens`. Waits for the copy to the host."""
         return np.zeros(0, np.float32) if self.fetched is None else self.fetched()
 
     @property
     def limit(self) -> int:
-        """Length at which the row ends, prompt included."""
+        """Maximum length of the row, prompt included."""
         return len(self.prompt.ids) + self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What one step added, on the host: new_tokens [B, K + 1], of which emitted [B] are kept; accepted [B] drafts."""
+    """Result of one step on the host: each row keeps the first emitted [B] of new_tokens [B, K + 1]. accepted: [B]."""
 
     requests: list[Request]
     new_tokens: np.ndarray
@@ -93,7 +93,7 @@ class Commit:
 
 
 class Result(NamedTuple):
-    """One row: generated ids, text (None without a tokenizer), log-probabilities, why it ended (None: it runs)."""
+    """Result of one row. text is None without a tokenizer; finish_reason is None while the row runs."""
 
     sequence: Tensor
     text: str | None
@@ -102,8 +102,7 @@ class Result(NamedTuple):
 
 
 class Rows:
-    """Waiting and live rows. `max_rows` batch slots of `capacity` positions (`grow` makes room before rows are
-    admitted)."""
+    """Waiting and live rows, in `max_rows` batch slots of `capacity` positions. `grow` raises the capacity."""
 
     def __init__(
         self,
@@ -113,37 +112,37 @@ class Rows:
         params: SamplingParams,
         eos: Iterable[int],
     ):
-        """params: of batch slots without a row, and of the rows that most steps are prepared for."""
+        """params: sampling parameters of batch slots without a row; captured steps assume these for all rows."""
         self.max_rows, self.capacity, self.device = max_rows, 0, device
         self.vocabulary, self.params = vocabulary, params
         self.eos = np.array(sorted(eos), dtype=np.int64)
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
         self._count = itertools.count()
-        self._chosen: set[int] = set()  # rows' numbers that callers chose
-        self._leaving: list[Request] = []  # have ended since the last commit
-        self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
+        self._chosen: set[int] = set()  # row ids that callers chose
+        self._leaving: list[Request] = []  # rows that ended since the last commit
+        # [max_rows, capacity + 1], the last column is scratch
+        self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
-        # A batch slot nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
+        # An empty batch slot has length 1, since steps of fixed shapes also read the last token of empty slots.
         self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
-        self.limits = torch.zeros_like(self.lengths)  # lengths at which rows end
-        self.seen: Tensor | None = None  # bool [max_rows, V]: ids that rows have had, once one has a repetition penalty
-        # The host's side of it.
-        self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)
+        self.limits = torch.zeros_like(self.lengths)  # maximum lengths
+        self.seen: Tensor | None = None  # bool [max_rows, V], ids in each text, once a row has a repetition penalty
+        self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)  # host copies of the tensors above
         self.lengths_host = np.zeros(max_rows, dtype=np.int64)
         self.steps_host = np.zeros(max_rows, dtype=np.int64)
         self.prompt_lengths = np.zeros(max_rows, dtype=np.int64)
         self.limits_host = np.zeros(max_rows, dtype=np.int64)
 
     def number(self, row: int | None) -> int:
-        """Return the number of a new row. Raises ValueError for one whose row has not ended yet."""
+        """Return the id of a new row: `row`, or the next free id. Raises ValueError if a live or waiting row has it."""
         if row is None:
             return next(number for number in self._count if number not in self._chosen)
         checks.integer("row", row)
         if any(each.row == row and each.finish_reason is None for each in (*self.live, *self.waiting)):
-            raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
+            raise ValueError(f"row {row} has not ended yet; choose another row id, or None for a new one")
         self._chosen.add(row)
         return row
 
@@ -154,7 +153,7 @@ class Rows:
         return self.max_rows - len(self.live)
 
     def view(self) -> RowsView:
-        """The live rows as a draft-length policy may see them."""
+        """Return the live rows as a draft-length policy sees them."""
         b = len(self.live)
         lengths = self.lengths_host[:b].copy()
         return RowsView(
@@ -166,7 +165,7 @@ class Rows:
         )
 
     def context(self, batch_slots: range, most: int) -> Context:
-        """The rows in `batch_slots` as a step meets them that drafts up to `most` tokens."""
+        """Return the rows in `batch_slots` as input of a step that drafts up to `most` tokens."""
         rows = slice(batch_slots.start, batch_slots.stop)
         tokens_host = self.tokens_host[rows, : self.capacity]
         tokens_host.flags.writeable = False  # drafters receive this view
@@ -183,14 +182,14 @@ class Rows:
         )
 
     def memory(self, batch_slots: range) -> tuple[Tensor, ...]:
-        """What a commit reads and changes of these rows: tokens, log-probabilities, lengths, steps, streams."""
+        """Return the tensors that a commit reads and changes: tokens, log-probabilities, lengths, steps, streams."""
         rows = slice(batch_slots.start, batch_slots.stop)
         return tuple(t[rows] for t in (self.tokens, self.logprobs, self.lengths, self.steps, self.streams))
 
-    # --- coming -----------------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------
 
     def admit(self, request: Request, batch_slot: int) -> None:
-        """Write a request's prompt into a batch slot; the row is live once it stands in `live`."""
+        """Write a request's prompt into a batch slot. The caller then adds the request to `live`."""
         ids = request.prompt.ids
         self.tokens[batch_slot, : len(ids)] = ids.to(self.device)
         self.tokens_host[batch_slot, : len(ids)] = ids.numpy()
@@ -204,25 +203,25 @@ class Rows:
         self._recall(range(batch_slot, batch_slot + 1))
 
     def _recall(self, batch_slots: range) -> None:
-        """Which ids these rows have had, from their tokens."""
+        """Set `seen` of these batch slots from their tokens."""
         for batch_slot in batch_slots if self.seen is not None else ():
             self.seen[batch_slot] = False
             self.seen[batch_slot, self.tokens[batch_slot, : self.lengths_host[batch_slot]]] = True
 
     def begin_anew(self) -> None:
-        """No room, and batch slots that look as if nobody had lived there: steps of fixed shapes pass over them."""
+        """Return to capacity 0 with empty batch slots."""
         self.lengths.fill_(1)
         self.lengths_host[:] = 0
         self.tokens, self.logprobs = self.tokens[:, :1].clone(), self.logprobs[:, :1].clone()
         self.tokens_host, self.capacity = self.tokens_host[:, :1].copy(), 0
 
     def grow(self, capacity: int) -> None:
-        """Room for rows of `capacity` positions."""
+        """Increase the capacity to `capacity` positions per row."""
         extra = capacity - self.capacity
         tokens, logprobs = (torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs))
         host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
 
-        def put() -> None:  # all of them, or none where memory is full
+        def put() -> None:  # after all allocations have succeeded
             self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
 
         with always(put):
@@ -231,13 +230,13 @@ class Rows:
     # --- committing -------------------------------------------------------------------------------
 
     def advance(self, batch_slots: range, verified: Verified, fine: Tensor) -> None:
-        """Append accepted tokens and the one after them to the rows in `batch_slots`, on the device alone.
+        """Append the accepted tokens and the target's next token to the rows in `batch_slots`, on the device.
 
-        fine: bool [B]; the other rows stay as they are. `commit` follows on the host.
+        fine: bool [B]; the other rows do not change. `commit` updates the host.
         """
         rows = slice(batch_slots.start, batch_slots.stop)
         new, lengths = verified.tokens, self.lengths[rows]
-        moved = (verified.accepted + 1) * fine
+        moved = (verified.accepted + 1) * fine  # [B]
         at, kept = lengths[:, None], fine[:, None]
         if new.shape[1] > 1:
             slots = torch.arange(new.shape[1], device=self.device)
@@ -252,9 +251,9 @@ class Rows:
         self.steps[rows] += fine
 
     def rewind(self) -> None:
-        """The device's side as the host knows it, after a step whose `advance` no `commit` will follow.
+        """Restore the device's lengths and steps from the host, after an `advance` that will not be committed.
 
-        Nothing else is needed: what stands beyond a row's end is overwritten later.
+        Later steps overwrite the tokens beyond a row's end.
         """
         live = len(self.live)
         self.lengths[:live] = torch.from_numpy(self.lengths_host[:live])
@@ -264,10 +263,10 @@ class Rows:
     def commit(
         self, batch_slots: range, new_host: np.ndarray, accepted: np.ndarray, drafted: np.ndarray, failed: np.ndarray
     ) -> Commit:
-        """The host's side of `advance`; ends rows that are done.
+        """Apply `advance` to the host's copies and end finished rows.
 
-        new_host, accepted: verified.tokens [B, K + 1] and verified.accepted [B]. drafted: how many tokens rows
-        submitted [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
+        new_host, accepted: verified.tokens [B, K + 1] and verified.accepted [B]. drafted: submitted tokens [B].
+        failed: bool [B], rows that end with reason "error" and commit no tokens.
         """
         rows = slice(batch_slots.start, batch_slots.stop)
         accepted_host = np.where(failed, 0, accepted)
@@ -287,13 +286,14 @@ class Rows:
         return commit
 
     def fetch_ended(self) -> None:
-        """Have what ended rows left on the host, now that a later step's result has come: a GPU may fail before anybody
-        asks."""
+        """Copy the log-probabilities of ended rows to the host, so that a later GPU failure does not lose them. Called
+        after a later step's result has arrived, when the copies do not wait."""
         while self._leaving:
             self._leaving.pop().fetched()
 
     def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
-        """How many of each row's `counts` new tokens are kept, and why rows end there, by index."""
+        """Return the number of new tokens that each row keeps, at most `counts` [B]. Also return finish reasons by row
+        index, for rows that end."""
         full = self.lengths_host[rows] + counts >= self.limits_host[rows]
         reasons = dict.fromkeys(np.flatnonzero(full).tolist(), "length")
         if len(self.eos):
@@ -312,10 +312,10 @@ class Rows:
                 counts[index], reasons[index] = kept, "stop"
         return counts, reasons
 
-    # --- going ------------------------------------------------------------------------------------
+    # --- results and removal ----------------------------------------------------------------------
 
     def generated(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """A row's generated ids and their log-probabilities, so far or in the end: copies."""
+        """Return copies of the row's current generated ids and log-probabilities."""
         if request in self.live and request.finish_reason is None:
             tokens, logprobs = self._generated(self.live.index(request))
             return tokens, logprobs()
@@ -332,7 +332,7 @@ class Rows:
         self._leaving.append(request)
 
     def end(self, request: Request, reason: str) -> None:
-        """End a waiting or live row now, keeping what it has."""
+        """End a waiting or live row now. The row keeps its tokens."""
         if request.finish_reason is not None:
             return
         if request in self.live:
@@ -342,21 +342,21 @@ class Rows:
             self.drop_started()
 
     def drop_started(self) -> None:
-        """Take from the queue's beginning what waits no longer: rows that live, and rows that were ended."""
+        """Remove live and ended rows from the front of the queue."""
         while self.waiting and (self.waiting[0] in self.live or self.waiting[0].finish_reason is not None):
             self.waiting.popleft()
 
     def expired(self) -> list[Request]:
-        """Rows whose deadline has passed."""
+        """Return the live and waiting rows with a passed deadline."""
         with_deadline = [request for request in (*self.live, *self.waiting) if request.deadline is not None]
         now = time.monotonic() if with_deadline else 0.0
         return [request for request in with_deadline if now >= request.deadline]
 
     def compact(self, move_caches: Callable[[int, int, int], None]) -> None:
-        """Close the batch slots of finished rows: the last live row moves in. `move_caches(from, to, committed
-        tokens)`.
+        """Move the last live rows into the batch slots of finished rows.
 
-        May be repeated after an interrupt: a batch slot is copied over only while its row has finished.
+        move_caches: called as move_caches(from, to, committed tokens). An interrupted call may be repeated, since only
+        batch slots of finished rows are overwritten.
         """
         if all(request.finish_reason is None for request in self.live):
             return

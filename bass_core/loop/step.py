@@ -1,8 +1,7 @@
-"""What a decode step does on the device: draft, one pass of the target, the acceptance rule, the rows' new ends.
+"""A decode step on the device: draft, target pass, verification rule, update of the rows' lengths.
 
-`decide` is the part that every step shares. `EagerStep` runs a step operator by operator, with what the host knows of
-the rows: it packs ragged passes and feeds only rows that draft. `gpu.graph_step` has the same step as captured
-functions.
+All steps share `decide`. `EagerStep` runs a step operator by operator and uses the row lengths on the host: it packs
+ragged passes and feeds only rows that draft. `gpu.graph_step` captures the same step as functions of fixed shapes.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from bass_core.policies.protocol import DraftLengthPolicy
 
 
 class ForcedAcceptance(Protocol):
-    """Accepted counts that are drawn instead of earned, for benchmarks (`bass_lab.SyntheticAcceptance`).
+    """Accepted lengths that are drawn at random, for benchmarks (`bass_lab.SyntheticAcceptance`).
 
-    chances: float64 [N, T], the chance that a draft is accepted if all before it were, along N texts of T tokens.
+    chances: float64 [N, T], acceptance probability of a draft token after accepted ones, for N texts of T tokens.
     """
 
     name: str
     chances: Tensor
 
     def on(self, device: torch.device) -> ForcedAcceptance:
-        """Return the same on a device."""
+        """Return a copy on a device."""
 
     def impose(self, verified: Verified, draft: Draft, context: Context) -> Verified:
-        """Return the outcome of a step with drawn counts."""
+        """Return the outcome of a step with drawn accepted lengths."""
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a session's steps decide.
+    """Options of the decision in a session's steps.
 
-    rule: "token", "block" or "coupled". forced: draws accepted counts (None: they are earned). wants_p: reports hold
-    the target's distributions. all_or_none: if any row's logits are not finite, no row advances; otherwise only
-    that row does not.
+    rule: "token", "block" or "coupled". forced: draws accepted lengths (None: the rule decides). wants_p: reports hold
+    the target distributions. all_or_none: no row advances if the logits of any row are not finite. Otherwise all rows
+    with finite logits advance.
     """
 
     rule: str
@@ -58,15 +57,14 @@ class StepOptions:
     all_or_none: bool = True
 
     def is_fused(self, params: SamplingParams | MixedParams) -> bool:
-        """Return True if the fused kernels know this decision: greedy, or token verification at a temperature alone."""
+        """Return True if fused kernels support the decision: greedy, or token verification with only a temperature."""
         if not params.only_temperature or self.wants_p:
             return False
         return params.greedy or (self.rule == "token" and not params.is_cold)
 
 
 class HostReport(NamedTuple):
-    """A `StepReport` on the host. tokens int64 [B, K + 1]: accepted drafts, the target's own token, padding. accepted
-    int64 [B]. target_finite, draft_finite bool [B]: the model's logits were numbers."""
+    """A `StepReport` on the host: tokens int64 [B, K + 1] and accepted int64 [B] as in `Verified`, flags bool [B]."""
 
     tokens: np.ndarray
     accepted: np.ndarray
@@ -75,11 +73,11 @@ class HostReport(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What a step decided, still on the device.
+    """The decision of a step, still on the device.
 
-    packed: int64 [B, K + 4], the columns of `HostReport`, so that one copy brings all of it to the host. p: the
-    target's distributions [B, K + 1, V], where there are and the trace wants them. fetched: waits for the packed
-    columns and returns them, where their copy to the host is under way (packed may be None then).
+    packed: int64 [B, K + 4], the columns of `HostReport` in one tensor, so that one copy to the host suffices.
+    p: [B, K + 1, V], the target distributions, if computed. fetched: if given, waits for a copy of `packed` to the
+    host and returns the copy. packed may then be None.
     """
 
     packed: Tensor | None
@@ -92,15 +90,15 @@ class StepReport(NamedTuple):
         return cls(torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1), p)
 
     def on_host(self) -> HostReport:
-        """Copy the report to the host: the step's one wait."""
+        """Copy the report to the host. The host waits for the device only here."""
         packed = self.packed.cpu().numpy() if self.fetched is None else self.fetched()
         return HostReport(packed[:, :-3], packed[:, -3], packed[:, -2] != 0, packed[:, -1] != 0)
 
 
 def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: StepOptions) -> StepReport:
-    """Apply the acceptance rule to a step and move the rows' ends, all on the device.
+    """Apply the verification rule and advance the rows, on the device.
 
-    logits: the target's, [B, K + 1, V], after the last committed token and after each drafted one.
+    logits: [B, K + 1, V], target logits after the last committed token and after each draft token.
     """
     params, p, forced = context.params, None, options.forced
     if kernel_ops.can_fuse(logits, draft.probs) and options.is_fused(params):
@@ -109,7 +107,7 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
         return StepReport(
             kernel_ops.commit(logits, *drafted, *memory, chances, params.temperature, options.all_or_none)
         )
-    seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
+    seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)  # [B, K + 1, V]
     if params.greedy:
         choices = sampling.penalise(logits, params, seen).argmax(-1)  # [B, K + 1]
         outcome = verification.matching(draft.tokens, draft.lengths, choices)
@@ -117,16 +115,16 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
     else:
         p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
         if options.rule == "coupled":
-            choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
+            choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])  # [B, K + 1]
             outcome = verification.matching(draft.tokens, draft.lengths, choices)
         else:
-            rule, q = verification.RULES[options.rule], draft.distributions(p.shape[-1])
+            rule, q = verification.RULES[options.rule], draft.distributions(p.shape[-1])  # q [B, K, V]
             outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
-    verified = verification.verified(outcome, draft.tokens, draft.lengths, logits)
+    verified = verification.verified(outcome, draft.tokens, draft.lengths, logits)  # tokens, logprobs [B, K + 1]
     if forced is not None:
         verified = forced.impose(verified, draft, context)
-    fine, live = verified.finite & draft.finite, None
-    if draft.lengths_host is None:  # inside a captured function: some batch slots may have no row
+    fine, live = verified.finite & draft.finite, None  # [B]
+    if draft.lengths_host is None:  # inside a captured function: batch slots without a row have length -1
         live = draft.lengths >= 0
     if options.all_or_none:
         fine = (fine if live is None else fine | ~live).all().expand_as(fine)
@@ -135,66 +133,66 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
 
 
 class EagerStep:
-    """Steps of `rows`, operator by operator."""
+    """Decode steps of `rows`, operator by operator."""
 
-    records = False  # whether steps are recorded and replayed
-    is_ahead = False  # whether a step is under way that the host has not asked for
-    recordings = 0  # functions met or recorded so far: while it grows, steps take longer than later
+    records = False  # True if steps are captured and replayed
+    is_ahead = False  # True if a step is running that the session has not requested yet
+    recordings = 0  # functions first called or captured so far; steps that increase this take longer
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions, phases: Phases):
         self.rows, self.target, self.drafter, self.options, self.phases = rows, target, drafter, options, phases
         self.vocabulary = target.model.config.get_text_config().vocab_size
 
     def context(self, batch_slots: range, most: int) -> Context:
-        """The rows in `batch_slots`, with the noise of their next `most` + 1 positions if verification is coupled."""
+        """Return the rows in `batch_slots`. Coupled verification adds the noise of the next `most` + 1 positions."""
         context = self.context_without_noise(batch_slots, most)
         if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
-        return context._replace(noise=noise)
+        return context._replace(noise=noise)  # [B, K + 1, V]
 
     def context_without_noise(self, batch_slots: range, most: int) -> Context:
-        """The rows in `batch_slots`, and what drafters want to see of the target."""
+        """Return the rows in `batch_slots`, with the target's hidden states if the drafter needs these."""
         return self.rows.context(batch_slots, most)._replace(hidden=self.target.hidden(batch_slots))
 
     def begin(self, rows: int, most: int) -> Context:
-        """The live rows at the beginning of a step that drafts up to `most` tokens."""
+        """Return the live rows at the beginning of a step that drafts up to `most` tokens."""
         return self.context(range(rows), most)
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """Draft up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before
-        they were cut to what rows may still emit."""
+        """Draft up to lengths[b] tokens for row b. planned: the policy's lengths, before the limit by the tokens that
+        each row may still emit."""
         return self.drafted(context, lengths, policy) if lengths.any() else Draft.none(context)
 
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """Return what the drafter returns, checked."""
+        """Return the checked draft of the drafter, without columns beyond the longest row."""
         shown = context._replace(lengths_host=context.lengths_host.copy())
-        draft = self.drafter.draft(shown, lengths.copy(), policy)  # copies: a drafter may write into them
+        draft = self.drafter.draft(shown, lengths.copy(), policy)  # copies, since a drafter may write into its input
         draft = checked(draft, self.drafter, lengths, self.vocabulary, context.tokens.device)
-        most = int(draft.lengths_host.max())  # padding beyond it would be verified for nothing
+        most = int(draft.lengths_host.max())
         probs = None if draft.probs is None else draft.probs[:, :most]
         draft = draft._replace(tokens=draft.tokens[:, :most], probs=probs)
-        known = draft.tokens.device.type == "cpu" or self.drafter.draws_ids  # `checked` looks at values on a CPU alone
+        known = draft.tokens.device.type == "cpu" or self.drafter.draws_ids  # `checked` checks ids on the CPU only
         return draft if known else draft.within(self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
-        """Return target logits [B, K + 1, V] after the last committed token and after each drafted one."""
-        ids = context.last_tokens()
+        """Return target logits [B, K + 1, V] after the last committed token and after each draft token."""
+        ids = context.last_tokens()  # [B, 1]
         if draft.tokens.shape[1]:
-            ids = torch.cat([ids, draft.tokens], dim=1)
+            ids = torch.cat([ids, draft.tokens], dim=1)  # [B, K + 1]
         starts, starts_host = context.lengths - 1, context.lengths_host - 1
         return self.target.feed(ids, starts, draft.lengths_host + 1, starts_host=starts_host)
 
     def verify(self, context: Context, draft: Draft) -> StepReport:
-        """Run the target over the drafts and decide which of them stay and which token follows."""
-        logits = self.target_pass(context, draft)
+        """Run the target pass and decide the step."""
+        logits = self.target_pass(context, draft)  # [B, K + 1, V]
         self.phases.enter("commit")
         return decide(self.rows, context, draft, logits, self.options)
 
     def take_back(self) -> None:
-        """Set the device's rows to what the host knows of them. A step that will not be committed is undone."""
+        """Undo a step that will not be committed: restore the device's row lengths from the host."""
         self.rows.rewind()
 
     def release(self) -> None:
-        """Let go of memory of its own."""
+        """Free memory of the step. `EagerStep` has none."""

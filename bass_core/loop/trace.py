@@ -1,7 +1,7 @@
-"""What happened at each step and to each token, as data frames.
+"""Record steps and tokens as data frames.
 
-`Trace.steps` has a line per (step, row), `Trace.tokens` (with trace="tokens") a line per token. Arrays are kept as they
-come and turned into frames when asked for, so that recording costs a step next to nothing.
+`Trace.steps` has one line per (step, row). `Trace.tokens` has one line per token with trace="tokens". A step only
+appends arrays, so that recording is cheap. The data frames are built on access.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ STEP_COLUMNS = (
     "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
 )  # fmt: skip
 TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
-PROBABILITIES = ("p", "q")  # of these columns
+PROBABILITIES = ("p", "q")
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted. Rows that ended
-    by a deadline or by `cancel` are in none: their handles have a finish_reason.
+    """One step and the tokens that the step added, with one entry per row.
 
-    drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
+    step: number of the step in the session.
+    rows: row ids. No event reports the end of a row by a deadline or by `cancel`; see the handle's finish_reason.
+    new_tokens: emitted ids of each row.
+    drafted, accepted: number of draft tokens and accepted tokens of each row. An ending row may emit fewer tokens.
     """
 
     step: int
@@ -47,20 +49,20 @@ class StepEvent:
 
 
 class Summary(TypedDict):
-    """What `Trace.summary` tells. Figures are NaN where nothing was decoded, or drafted."""
+    """Result of `Trace.summary`. Figures are NaN without decoded or drafted tokens."""
 
     rows: int
     tokens: int
     steps: int  # decode steps of the batch, prefills excluded
-    tokens_per_step: float  # emitted by a decode step of a row, mean: what stands in the text, up to its end
-    k: float  # planned draft length, mean
-    acceptance_rate: float  # accepted / drafted; this and alpha count what was verified behind a text's end, too
-    alpha: float  # chance that a draft token is accepted if all before it in its step were
+    tokens_per_step: float  # mean number of tokens that a row emits per decode step
+    k: float  # mean planned draft length
+    acceptance_rate: float  # accepted / drafted; like alpha, this includes tokens verified beyond a text's end
+    alpha: float  # acceptance probability of a draft token if all draft tokens before it in the step were accepted
     prefill_s: float  # seconds
     draft_s: float
     verify_s: float
     other_s: float
-    attention: NotRequired[str]  # paths of the target and the draft, and what a session knew besides
+    attention: NotRequired[str]  # from here on: `Trace.meta` of a session
     draft_attention: NotRequired[str | None]
     compile: NotRequired[str]
     kernels: NotRequired[str]
@@ -73,13 +75,12 @@ class Summary(TypedDict):
 class Trace:
     """The record of one `generate` call or `Session`.
 
-    meta: names of attention path, verification and policy. `steps`, `tokens`: DataFrames, see the columns' names and
-    the class's properties.
+    meta: names of attention paths, verification rule, policy and other settings. `steps`, `tokens`: DataFrames.
     """
 
     def __init__(self, level: str = "steps", **meta):
         if level not in LEVELS:
-            raise ValueError(f"trace must be one of {', '.join(LEVELS)}; got {level!r}")
+            raise ValueError(f"trace must be one of {', '.join(LEVELS)}, got {level!r}")
         self.level = level
         self.meta = meta
         self._step_parts: list[dict] = []
@@ -87,11 +88,11 @@ class Trace:
 
     @property
     def synthetic(self) -> bool:
-        """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
+        """True if a model has dummy weights or accepted lengths were drawn. Then only the times are meaningful."""
         return bool(self.meta.get("synthetic", False))
 
     def record_step(self, **columns) -> None:
-        """One step; arrays of one entry per row, scalars are repeated."""
+        """Record one step. Columns are arrays with one entry per row, or scalars."""
         if self.level != "off":
             self._step_parts.append(columns)
             self.__dict__.pop("steps", None)
@@ -112,8 +113,7 @@ class Trace:
         commit: Commit,
         times: Sequence[float],
     ) -> StepEvent:
-        """Record what a step committed, and return it as an event. times: milliseconds of plan, draft, verify,
-        commit."""
+        """Record a committed step and return the event. times: milliseconds of plan, draft, verify and commit."""
         ids = [request.row for request in commit.requests]
         before, drafting, verifying, after = times
         self.record_step(
@@ -135,37 +135,36 @@ class Trace:
         return StepEvent(step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
 
     def record_chunk(self, step: int, row: int, read: int, reading_ms: float, after_ms: float) -> None:
-        """Record a step that read a chunk of a row's prompt, of which `read` tokens were read before."""
+        """Record a step that read a chunk of a row's prompt. read: prompt tokens before the chunk."""
         counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
         times = {"draft_ms": 0.0, "verify_ms": reading_ms, "other_ms": after_ms}
         self.record_step(step=step, row=np.array([row]), kind="prefill", kv_length=read, **counts, **times)
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode
-        (a chunk of a long prompt is a prefill that emits nothing, of a row that waits for it); `k` the planned draft
-        length; `drafted`, `accepted`: what the row submitted and had accepted; `emitted`: what was kept of
-        accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before it; times are the whole
-        step's, the same on each of its rows."""
+        """One line per (step, row). `step` counts the session's steps, prefills included. `kind` is prefill or decode;
+        a chunk of a long prompt is a prefill without emitted tokens. `k` is the planned draft length. `drafted` and
+        `accepted` count the row's draft tokens and accepted tokens. `emitted` is accepted + 1, or fewer at an EOS, stop
+        string or limit. `kv_length` is the row's length before the step. Times are of the whole step, in ms."""
         return _frame(self._step_parts, STEP_COLUMNS)
 
     @cached_property
     def tokens(self) -> pd.DataFrame:
-        """One line per token: kind accepted, recovered (after a rejection), bonus (after full acceptance), regular
-        (no draft), or rejected (a draft that was submitted and is not in the text; its position is where it would have
-        stood). p and q: target's and draft's probability of it after processing (temperature 1 where all rows are
-        greedy; of a greedy row beside sampled ones 1 or 0). q is NaN where nothing was drafted, and where what drafts
-        has no probabilities; p is where the target's logits were none."""
+        """One line per token. `kind` is accepted, recovered (after a rejection), bonus (after full acceptance), regular
+        (no draft) or rejected (a draft token that is not in the text, at its proposed position). `p` and `q` are the
+        processed target and draft probabilities of the token. If all rows are greedy, both are at temperature 1; a
+        greedy row among sampled rows has 1 or 0. `q` is NaN without a draft or draft distribution. `p` is NaN if the
+        target's logits are NaN."""
         if self.level != "tokens":
-            raise ValueError(f"tokens were not recorded: trace={self.level!r}; ask for trace='tokens'")
+            raise ValueError(f"trace={self.level!r} does not record tokens; use trace='tokens'")
         return _frame(self._token_parts, TOKEN_COLUMNS)
 
     def summary(self) -> Summary:
-        """The figures that people quote, over all rows and steps, and `meta`. Raises ValueError with trace="off"."""
+        """Return `meta` and figures over all rows and steps. Raises ValueError with trace="off"."""
         if self.level == "off":
-            raise ValueError("steps were not recorded: trace='off'; ask for trace='steps'")
+            raise ValueError("trace='off' does not record steps; use trace='steps'")
         steps = self.steps
-        decode = steps[(steps.kind == "decode") & (steps.emitted > 0)]  # a row that failed emitted nothing
+        decode = steps[(steps.kind == "decode") & (steps.emitted > 0)]  # without failed rows
         once = steps.drop_duplicates("step")
         once_decode = once[once.kind == "decode"]
         accepted, drafted = int(decode.accepted.sum()), int(decode.drafted.sum())
@@ -185,19 +184,19 @@ class Trace:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON (gzipped where the name ends in .gz)."""
+        """Write the trace as JSON, gzipped if the file name ends in .gz."""
         document = {"level": self.level, "meta": self.meta, "steps": self.steps.to_dict("list")}
         if self.level == "tokens":
             tokens = self.tokens.to_dict("list")
             for name in PROBABILITIES:
-                tokens[name] = [None if np.isnan(each) else each for each in tokens[name]]  # NaN is no JSON
+                tokens[name] = [None if np.isnan(each) else each for each in tokens[name]]  # JSON has no NaN
             document["tokens"] = tokens
         text = json.dumps(document, allow_nan=False)
         write_whole(path, gzip.compress(text.encode()) if Path(path).suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote."""
+        """Read a file written by `save`."""
         data = Path(path).read_bytes()
         document = json.loads(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
         trace = cls(document["level"], **document["meta"])
@@ -209,23 +208,23 @@ class Trace:
 
 
 def alpha(drafted: np.ndarray, accepted: np.ndarray) -> float:
-    """The chance that a draft is accepted if all before it in its step were, from counts per row and step.
+    """Return the acceptance probability of a draft token if all draft tokens before it in the step were accepted.
 
-    drafted, accepted: int arrays of one shape, such as columns of `Trace.steps`. NaN where nothing was drafted.
+    drafted, accepted: int arrays of equal shape, for instance columns of `Trace.steps`. NaN without draft tokens.
     """
     tried = int(accepted.sum() + (accepted < drafted).sum())
     return int(accepted.sum()) / tried if tried else float("nan")
 
 
 def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commit: Commit) -> dict[str, np.ndarray]:
-    """A step's tokens as the columns of `Trace.tokens`: of each row first the emitted ones, then the rejected drafts.
+    """Return a step's tokens as columns of `Trace.tokens`. Each row lists emitted tokens, then rejected draft tokens.
 
-    lengths: committed tokens before the step [B]; p: target probabilities [B, K + 1, V].
+    lengths: [B], committed tokens before the step. p: [B, K + 1, V], target distributions.
     """
     k, new = draft.tokens.shape[1], torch.from_numpy(commit.new_tokens).to(p.device)
-    slots, is_new = np.r_[: k + 1, :k], np.r_[: 2 * k + 1] <= k  # [2K + 1]: what the step added, then what was drafted
+    slots, is_new = np.r_[: k + 1, :k], np.r_[: 2 * k + 1] <= k  # [2K + 1]: new tokens, then draft tokens
     submitted, accepted = draft.lengths_host[:, None], commit.accepted[:, None]
-    shown = np.where(is_new, slots < commit.emitted[:, None], (slots >= accepted) & (slots < submitted))
+    shown = np.where(is_new, slots < commit.emitted[:, None], (slots >= accepted) & (slots < submitted))  # [B, 2K + 1]
     last = np.where(submitted == 0, "regular", np.where(accepted < submitted, "recovered", "bonus"))
     q = np.full(shown.shape, np.nan)
     if draft.probs is not None:
@@ -243,12 +242,12 @@ def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commi
 
 
 def _probability(probs: Tensor, tokens: Tensor) -> np.ndarray:
-    """probs [B, J, V] at tokens [B, J]."""
+    """Return probs [B, J, V] at tokens [B, J]."""
     return probs.gather(-1, tokens[..., None])[..., 0].double().cpu().numpy()
 
 
 def _frame(parts: list[dict], columns: tuple[str, ...]) -> pd.DataFrame:
-    """Stack parts whose columns are arrays of equal length (scalars repeat)."""
+    """Stack parts into a data frame. Scalars are repeated to the length of the part's arrays."""
     if not parts:
         return pd.DataFrame({name: [] for name in columns})
     sizes = [max(np.size(value) for value in part.values()) for part in parts]

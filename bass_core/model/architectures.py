@@ -1,8 +1,7 @@
-"""Architectures whose modules go by the length of a cache, which rows of a ragged batch do not share.
+"""Adapt architectures whose modules assume one cache length for all rows of a batch.
 
-`replacements` gives their modules a `forward` that goes by the positions of the current pass: tables of positions,
-relative biases, longrope's two sets of rotary factors, short convolutions. A new architecture of this kind is a
-function here.
+`replacements` gives their modules a `forward` that uses the positions of the current pass. This covers position tables,
+relative biases, the two sets of rotary factors of longrope, and short convolutions. Add new architectures here.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from bass_core.model.patching import Change, Switch
 def switch(
     model: PreTrainedModel, path: str, hidden: TokenStates | None = None, faster: Sequence[Change] = ()
 ) -> Switch:
-    """Return the switch of `model` to an attention path, with what its architecture needs over a ragged cache.
+    """Return a switch of `model` to an attention path, including the changes for a ragged cache.
 
-    hidden: where the hidden states of its last layer are kept. faster: see `Switch`.
+    hidden: store for the hidden states of the last layer. faster: see `Switch`.
     """
     return Switch(model, path, replacements(model), [] if hidden is None else keeping(model, hidden), faster)
 
 
 def replacements(model: PreTrainedModel) -> list[Change]:
-    """Return the changes (`patching.changed`) under which a model's modules go by each row's own positions."""
+    """Return the changes (`patching.changed`) that make a model's modules use each row's own positions."""
     beyond, takes_positions = rotary_switch(model), "position_ids" in internals.forward_names(type(model))
     found: list[Change] = []
     for module in model.modules():
@@ -51,7 +50,7 @@ def replacements(model: PreTrainedModel) -> list[Change]:
 
 
 def keeping(model: PreTrainedModel, hidden: TokenStates) -> list[Change]:
-    """Return the change under which the hidden states of the model's last layer are written to `hidden`."""
+    """Return the change that writes the hidden states of the model's last layer to `hidden`."""
     decoder = model.get_decoder()
     forward = decoder.forward
 
@@ -65,25 +64,25 @@ def keeping(model: PreTrainedModel, hidden: TokenStates) -> list[Change]:
 
 
 def has_short_convolutions(model: PreTrainedModel) -> bool:
-    """Whether some layers have a state that is kept by position."""
+    """Return True if some layers keep a convolution state per position."""
     return any(map(internals.is_short_convolution, model.modules()))
 
 
 def rotary_switch(model: PreTrainedModel) -> int | None:
-    """The length beyond which a text's rotary factors are others (longrope); None where they are always the same."""
+    """Return the text length from which longrope uses its long rotary factors, or None without longrope."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
 def recomputed_beyond(model: PreTrainedModel) -> int | None:
-    """`rotary_switch` of a model whose `generate` drops what it has of a text that grows longer (Phi-3), else None."""
+    """Return `rotary_switch` if `generate` drops the model's cache for texts beyond that length (Phi-3), else None."""
     theirs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     known = hasattr(model.config, "original_max_position_embeddings")
     return rotary_switch(model) if theirs and known else None
 
 
 def _at_positions(table: nn.Embedding) -> Callable:
-    """A table of learned positions (BART and its relatives) that would go by the cache's length, which rows share."""
+    """Return the `forward` of a table of learned positions (such as BART), with each row's own positions."""
     forward, offset = table.forward, getattr(table, "offset", 0)
 
     def at_positions(*args, **kwargs) -> Tensor:
@@ -95,7 +94,7 @@ def _at_positions(table: nn.Embedding) -> Callable:
 
 
 def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) -> Callable:
-    """Such a module, as `_at_positions`; padding has no position."""
+    """Return the `forward` of a module that computes positions, with each row's own ones. Padding has no position."""
     forward, padding = module.forward, getattr(module, "padding_idx", None)
 
     def at_positions(first: Tensor, *args, **kwargs) -> Tensor:
@@ -111,7 +110,7 @@ def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) ->
 
 
 def _bias_by_row(module: nn.Module) -> Callable:
-    """A relative position bias (T5 and its relatives) that would go by the cache's length, which rows share."""
+    """Return the `compute_bias` of a relative position bias (such as T5), with each row's own positions."""
     compute = module.compute_bias
 
     def by_row(*args, **kwargs) -> Tensor:
@@ -120,19 +119,19 @@ def _bias_by_row(module: nn.Module) -> Callable:
         device, max_kv_length = current.positions.device, current.max_kv_length
         of_last = compute(
             1, max_kv_length, device=device, past_seen_tokens=max_kv_length - 1
-        )  # [1, H, 1, extent], nearest last
+        )  # [1, H, 1, max_kv_length], nearest last
         by_distance = of_last[0, :, 0].flip(1).T  # [max_kv_length, H]
         distances = current.positions[..., None] - torch.arange(max_kv_length, device=device)  # [B, Q, max_kv_length]
-        return by_distance[distances.clamp(min=0)].permute(0, 3, 1, 2)  # a mask hides what is later
+        return by_distance[distances.clamp(min=0)].permute(0, 3, 1, 2)  # later keys are masked
 
     return by_row
 
 
 def _by_row(forward: Callable, switch: int) -> Callable:
-    """longrope, each row by itself: transformers goes by the largest position of all rows in the pass.
+    """Choose longrope's factors row by row; transformers chooses by the largest position of all rows in the pass.
 
-    As for a row alone, a prompt longer than the switch has the factors of long texts throughout; of other rows the
-    tokens from position `switch` on, while earlier ones keep the keys that they have.
+    A row gets the factors of a batch of its own: a prompt longer than `switch` uses the long factors throughout. Other
+    rows use the long factors from position `switch` on, and earlier keys stay unchanged.
     """
 
     def by_row(x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -152,7 +151,7 @@ def _by_row(forward: Callable, switch: int) -> Callable:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers: the longest list of modules in it that is in no other."""
+    """Return the decoder's layers: the longest of its outermost module lists."""
     return list(max(_outer_lists(model.get_decoder()), key=len, default=[]))
 
 
@@ -163,10 +162,10 @@ def _outer_lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """How many positions the model has, None if it does not say."""
+    """Return the number of positions of the model, or None if its config does not say."""
     config = model.config.get_text_config()
     if hasattr(config, "relative_attention_num_buckets"):
-        return None  # T5: n_positions is what it was trained with
+        return None  # T5: n_positions is the training length
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"):
         if isinstance(value := getattr(config, name, None), int) and value > 0:
             return value
@@ -175,13 +174,12 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 # --- short convolutions (LFM2, LFM3) --------------------------------------------------------------
 #
-# Such a layer keeps the last few inputs of a causal convolution. Moved on token by token, this state could not be taken
-# back when a token is rejected. But the state after a token is the inputs of that token and the few before it. So
-# inputs go to the token's slot of the ragged cache, as keys and values do, and rolling back is again *not writing*.
+# The state of such a layer is the last few inputs of a convolution. A state that advances token by token could not be
+# rolled back. The inputs are therefore stored in KV slots by position, like keys and values.
 
 
 def convolution_by_position(layer: nn.Module) -> Callable:
-    """The layer's `forward`, its state by position in passes over a ragged cache."""
+    """Return the layer's `forward`. In passes over a ragged cache, the layer keeps its state by position."""
     forward = layer.forward
 
     def at_positions(hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -202,7 +200,7 @@ def convolution_by_position(layer: nn.Module) -> Callable:
 
 
 def _window(inputs: Tensor, current: Pass, width: int) -> Tensor:
-    """The inputs [B, slots, H] of each query's last `width` positions, its own last: [B, Q, width, H]."""
+    """Return the inputs of each query's last `width` positions, in order: [B, Q, width, H]. inputs: [B, slots, H]."""
     kv_slots = current.positions[..., None] + torch.arange(1 - width, 1, device=inputs.device)  # [B, Q, width]
     rows = torch.arange(len(inputs), device=inputs.device)[:, None, None]
     return inputs[rows, kv_slots.clamp(min=0)].masked_fill((kv_slots < 0)[..., None], 0)

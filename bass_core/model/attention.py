@@ -1,16 +1,16 @@
 """Attention over the ragged cache, plugged into ordinary transformers models.
 
-`pad`     one padded launch over all rows; keys a row may not see are masked (the paper's BASS-PAD).
+`pad`     a single padded launch over all rows, with a mask (the paper's BASS-PAD).
 `split`   one launch per row, each with its own KV length (the paper's BASS-SPLIT).
 `ragged`  one launch without padding: the Triton kernel of `bass_kernels`.
 `eager`   the model's own attention code with our additive mask, for architectures that bypass the interface.
 
-On a CUDA GPU the first three are the Triton kernels of `bass_kernels`, where they run (module kernel_ops); `pad`
-and `split` are here in plain torch too. With `torch.use_deterministic_algorithms(True)`, `ragged` gives a query
-the same bits whatever else is in its batch.
+On a CUDA GPU the first three use the Triton kernels of `bass_kernels` if these run (module kernel_ops). `pad` and
+`split` also run in plain torch. With `torch.use_deterministic_algorithms(True)`, `ragged` computes the same bits for
+a query regardless of the rest of the batch.
 
 transformers calls a registered function as `fn(module, query, key, value, attention_mask, scaling=..., **kwargs)`. Some
-architectures silently ignore the interface, others use it with masks of their own: module `probe` finds out which.
+architectures silently ignore the interface, and others pass masks of a different kind. Module `probe` detects both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from bass_core.model import kernel_ops
 from bass_core.model.forward_pass import Pass, current_pass
 
 PATHS = ("ragged", "pad", "split", "eager")
-
-
-WIDEST_HEAD = 256  # of the Triton kernels: `bass_kernels.tiles.HEAD_DIMS`
+WIDEST_HEAD = 256  # limit of the Triton kernels: `bass_kernels.tiles.HEAD_DIMS`
 
 
 def registered_name(name: str) -> str:
@@ -53,18 +51,17 @@ def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_m
 
 
 def foreign_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
-    """Padded attention over keys that are not the row's own tokens (a source), on every path. Shapes as
-    `pad_attention`. A query sees all keys that `Pass.foreign_mask` shows."""
+    """Padded attention to a source, for all registered paths; see `Pass.foreign_mask`. Shapes as `pad_attention`."""
     current = current_pass()
     mask, current.foreign_mask = current.foreign_mask, None
     if kwargs.get("position_bias") is not None and module.has_relative_attention_bias:
-        raise ValueError("its attention to a source has a relative position bias")  # else that is zeros
+        raise ValueError("its attention to a source has a relative position bias")  # other layers pass zeros
     bias = current.once(mask, query.dtype)
     return _attend(query, key, value, bias, 1, kwargs).transpose(1, 2).contiguous(), None
 
 
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
-    """One launch per row over that row's own keys. Shapes as `pad_attention`."""
+    """Attention with one launch per row, over that row's own keys. Shapes as `pad_attention`."""
     current = current_pass()
     if _kernels_take(current, key, value, kwargs):
         rows, lengths = (current.starts, current.ends), current.kv_lengths
@@ -79,9 +76,9 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
-    """The Triton kernel without padding; layers of one shape share a work list. Shapes as `pad_attention`."""
+    """Triton attention without padding. Layers of equal shape share a work list. Shapes as `pad_attention`."""
     if kwargs.get("position_bias") is not None:
-        raise ValueError("the ragged kernel knows no relative position bias: use attention='pad'")
+        raise ValueError("the ragged kernel does not support a relative position bias; use attention='pad'")
     current, deterministic = current_pass(), torch.are_deterministic_algorithms_enabled()
     shape = query.shape[1], key.shape[1], query.shape[-1], query.dtype
     work = current.once(_work_list, *shape, kwargs.get("sliding_window"))
@@ -94,8 +91,8 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 def _work_list(
     current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ragged kernel's work list, for all layers of these shapes, and for all passes of a phase."""
-    deterministic = torch.are_deterministic_algorithms_enabled()  # now, and not when the last pass was launched
+    """Return the ragged kernel's work list, shared by all layers of these shapes and all passes of a phase."""
+    deterministic = torch.are_deterministic_algorithms_enabled()  # the current setting
     queries = current.positions.shape[1]
     layers = heads, kv_heads, head_dim, queries, current.max_kv_length, dtype, window or 0, deterministic
     if current.phase is None:
@@ -108,34 +105,36 @@ def _work_list(
 
 
 def _kernels_take(current: Pass, key: Tensor, value: Tensor, options: dict) -> bool:
-    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size that is not
-    too large, and know no bias."""
+    """Return True if the paper's two kernels support the layer: equal shapes, small heads, no position bias."""
     fit = key.shape == value.shape and key.shape[-1] <= WIDEST_HEAD
     return current.kernels and fit and options.get("position_bias") is None
 
 
 def _flags(options: dict) -> dict:
-    """What transformers calls the options of an attention layer, under the kernels' names."""
     names = {"scaling": "scaling", "sliding_window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
     return {ours: options.get(theirs) for ours, theirs in names.items()}
 
 
 def _needs_scores(options: dict) -> bool:
-    """Whether scores need more than a bias (softcap, sinks), so that the product is written out."""
+    """Return True if softcap or sinks require explicit attention scores."""
     return options.get("softcap") is not None or options.get("s_aux") is not None
 
 
 def _packed_heads(current: Pass, query: Tensor, key: Tensor, options: dict) -> int:
-    """How many query heads become more queries of the KV head that they share, so that nothing is expanded (GQA
-    packing). For one query of one row and up to three heads, a CPU is faster without."""
-    group, eager = query.shape[1] // key.shape[1], current.kv_lengths is not None  # else each case is compiled anew
+    """Return the number of query heads to pack as additional queries of their shared KV head (GQA packing), or 1.
+
+    Packing slows down a CPU for a single query with up to three heads per KV head.
+    """
+    group, eager = query.shape[1] // key.shape[1], current.kv_lengths is not None  # avoids a compilation per case
     few = eager and query.shape[0] == query.shape[2] == 1 and group <= 3 and not query.is_cuda
     return 1 if few or _needs_scores(options) or options.get("position_bias") is not None else group
 
 
 def _bias(current: Pass, query: Tensor, group: int, options: dict) -> Tensor | None:
-    """Additive mask [B, 1, group * Q, max_kv_length] in the query's dtype, built once per pass, window and group; None
-    where nothing is hidden. With the bias [B, H, Q, max_kv_length] of a model that has one by distance."""
+    """Return the additive mask [B, 1, group * Q, max_kv_length] in the query's dtype, or None if nothing is hidden.
+
+    The mask is built once per pass, window and group. A relative position bias [B, H, Q, max_kv_length] is added.
+    """
     mask = _mask, options.get("sliding_window"), group, query.dtype
     by_distance = options.get("position_bias")
     return current.once(*mask) if by_distance is None else current.once(_sum, by_distance, mask)
@@ -149,19 +148,19 @@ def _sum(current: Pass, bias: Tensor, mask: tuple) -> Tensor:
 def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
     alike = current.kv_lengths is not None and min(current.kv_lengths) == current.max_kv_length
     if alike and current.positions.shape[1] == 1 and (window is None or current.max_kv_length <= window):
-        return None  # one token each, after texts of one length: regular decoding of a single row, above all
+        return None  # a single query per row and equal KV lengths, as in regular decoding of a single row
     bias = torch.where(current.visible(window), 0.0, -torch.inf).to(dtype)[:, None]
     return bias.expand(-1, -1, group, -1) if bias.shape[2] == 1 else bias.repeat(1, 1, group, 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, group: int, options: dict) -> Tensor:
-    """softmax(QK^T * scaling + bias) V with grouped KV heads: [B, H, Q, D]. group: see `_packed_heads`."""
+    """Return softmax(QK^T * scaling + bias) V with grouped KV heads: [B, H, Q, D]. group: see `_packed_heads`."""
     scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads = query.shape[1], key.shape[1]
     if not _needs_scores(options):
         packed = query.reshape(query.shape[0], heads // group, -1, query.shape[-1]) if group > 1 else query
-        expands = {"enable_gqa": True} if heads != kv_heads * group else {}  # a compiler takes nothing but True
+        expands = {"enable_gqa": True} if heads != kv_heads * group else {}  # compilers accept only True
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling, **expands)
         return out.view(query.shape[0], heads, query.shape[2], -1) if group > 1 else out
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
@@ -169,7 +168,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, grou
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores if bias is None else scores + bias
-    if sinks is not None:  # a learned extra logit per head that takes mass and gives no value
+    if sinks is not None:  # a learned logit per head that takes probability mass but has no value
         sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
@@ -177,7 +176,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, grou
 
 
 def _over_rows(attend: Callable) -> Callable:
-    """`attend` over rows [B, ..., Q, ...], for models that see packed tokens, too."""
+    """Return `attend` for models that see packed tokens, too: it works on rows [B, ..., Q, ...]."""
 
     @functools.wraps(attend)
     def attend_packed(module, query: Tensor, *arguments, **options):

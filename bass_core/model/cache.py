@@ -1,15 +1,14 @@
 """Key/value storage with one length per row: the ragged KV cache.
 
-A row's position *is* its slot: the key of the token at position t lives in slot t, for ever. Attention from position t
-looks at slots 0..t only, so rolling back a rejected draft means not moving the row's length; stale slots are
-overwritten when a token arrives there. Nothing is copied, shifted or padded again between steps.
+A row's position *is* its slot: the key of the token at position t always lives in slot t. Attention from position t
+reads slots 0..t only. Rolling back a rejected draft therefore means not advancing the row's length, and later tokens
+overwrite the stale slots. Nothing is copied, shifted or padded again between steps.
 
-Rows live in consecutive batch slots of preallocated buffers. A forward pass runs over a range of them (the live batch,
-or the rows being prefilled); when a row finishes, the last live row moves into its batch slot.
+Rows live in consecutive batch slots of preallocated buffers. A forward pass runs over a range of batch slots (the live
+batch, or the rows in prefill). When a row finishes, the last live row moves into its batch slot.
 
-Data is stored by position (keys and values of each layer, and `TokenStates` by name) or by row (`RowStore`: what a row
-has once and never rolls back, such as an encoded source). Everything that touches transformers' cache classes is here
-and in `encoder_decoder`.
+Data is stored by position (keys and values of each layer, and `TokenStates` by name) or by row (`RowStore`, such as an
+encoded source). Only this module and `encoder_decoder` use transformers' cache classes.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ from bass_core.model.forward_pass import Pass
 
 
 def free(tensors: Iterable[Tensor]) -> None:
-    """Free these tensors' memory now, although frames of a traceback may hold views of them."""
+    """Free the memory of these tensors now, even if frames of a traceback hold views of them."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's keys and values, [batch slots, heads, KV slots, head dimension]; the last KV slot is the scratch
-    slot.
+    """Keys and values of a layer, [batch slots, heads, KV slots, head dimension]; the last KV slot is the scratch slot.
 
-    Heads before slots: what one head reads lies in one piece, which CPUs read 1.6 times as fast.
+    Heads come before slots because CPUs read the contiguous data of a single head 1.6 times as fast.
     """
 
     is_compileable = True
     is_sliding = False
-    names = ("keys", "values")  # of its buffers
+    names = ("keys", "values")  # attributes with buffers
 
     def __init__(self, cache: RaggedCache):
         super().__init__()
@@ -58,8 +56,8 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the pass's keys and values [B, H, Q, D] (packed: [1, H, T, D]) to its slots; return what it may see,
-        [B, H, max_kv_length, D]."""
+        """Write the pass's keys and values [B, H, Q, D] (packed: [1, H, T, D]) to their KV slots. Return the visible
+        keys and values, [B, H, max_kv_length, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         current = self.cache.current
@@ -72,7 +70,7 @@ class RaggedLayer(CacheLayerMixin):
         else:
             current.write(key_states, self.keys)
             current.write(value_states, self.values)
-        # Numbers that the compiler may leave open: a range, it would take for a constant.
+        # Compiled code keeps these integers dynamic; it would treat a range as a constant.
         rows = slice(current.first_batch_slot, current.first_batch_slot + current.kv_slots.shape[0])
         keys, values = self.keys[rows, :, : current.max_kv_length], self.values[rows, :, : current.max_kv_length]
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
@@ -81,7 +79,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.cache.current.max_kv_length, 0
 
     def get_seq_length(self) -> int:
-        # Models ask this only to invent position ids and masks; both are always passed to them.
+        # Models use this only for default position ids and masks; both are always passed.
         return 0
 
     def get_max_length(self) -> int:
@@ -92,8 +90,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class TokenStates:
-    """Numbers of each token, [batch slots, 1, KV slots, width], kept like keys and values: what a model's last layer
-    has left, for drafters that ask for it, or the inputs of a short convolution."""
+    """States of tokens, [batch slots, 1, KV slots, width]: hidden states of the last layer, or convolution inputs."""
 
     names = ("states",)
 
@@ -106,14 +103,14 @@ class TokenStates:
         return self.states is not None
 
     def keep(self, states: Tensor) -> None:
-        """Write the pass's numbers [B, Q, H] (packed: [1, T, H]) to its slots."""
+        """Write the pass's states [B, Q, H] (packed: [1, T, H]) to their KV slots."""
         states = states[:, None]
         if self.states is None:
             self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.kv_slots, states.shape[-1]))
         self.cache.current.write(states, self.states)
 
     def of(self, batch_slots: range) -> Tensor:
-        """[B, slots, width], of which those of a row's committed tokens, but for the last one, are there."""
+        """Return the states of these batch slots, [B, slots, width], valid for all committed tokens except the last."""
         return self.states[batch_slots.start : batch_slots.stop, 0]
 
     def buffers(self) -> tuple[Tensor, ...]:
@@ -121,7 +118,7 @@ class TokenStates:
 
 
 class RowStore(Protocol):
-    """What a model keeps of each row once, beside its tokens. Rows take it along when they move."""
+    """Data that a model keeps once per row and never rolls back. The data moves with the row."""
 
     def move_row(self, source: int, batch_slots: range) -> None: ...
 
@@ -133,7 +130,7 @@ class RowStore(Protocol):
 
 
 class _Explaining(NamedTuple):
-    """A context manager, since entering a function that yields takes five times as long, at each pass."""
+    """Context manager of `RaggedCache.explaining`. A generator would take five times as long to enter."""
 
     cache: RaggedCache
 
@@ -143,50 +140,50 @@ class _Explaining(NamedTuple):
         if isinstance(error, RuntimeError | MemoryError) and (explained := self.cache.explain(error)) is not error:
             try:
                 raise explained from error
-            finally:  # a circle would keep what the pass has left until garbage is looked for
+            finally:  # a reference cycle would keep the pass's tensors until garbage collection
                 del explained, error, trace
 
 
 class RaggedCache(Cache):
     """The KV cache of one model for up to `max_rows` rows of up to `capacity` positions each.
 
-    Buffers are allocated at the first forward pass, when the model shows its heads, head dimensions and dtype.
+    The first forward pass allocates the buffers, by the shape and dtype of its keys and values.
     """
 
     def __init__(self, num_layers: int, max_rows: int, capacity: int, contiguous: bool = False):
-        """contiguous: hand out copies, as models' own code may want them; its products would make these themselves."""
+        """contiguous: return contiguous copies, for the path `eager`."""
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
         self.by_position: dict[str, TokenStates] = {}
         self.by_row: RowStore | None = None
         self.max_rows, self.contiguous = max_rows, contiguous
-        self.kv_slots = capacity + 1  # + the scratch slot
-        # Keys and values in all layers, of one position and of a row; known once a layer has shown its shape.
+        self.kv_slots = capacity + 1  # plus the scratch slot
+        # Bytes of keys and values in all layers, per position and per row; known after the first pass.
         self.token_bytes = self.row_bytes = 0
-        self._device: torch.device | None = None  # known then, too
-        self.current: Pass | None = None  # whose keys and values come next
+        self._device: torch.device | None = None  # known after the first pass
+        self.current: Pass | None = None  # the pass that writes next
 
     @property
     def scratch_kv_slot(self) -> int:
         return self.kv_slots - 1
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
+        """Return a zeroed buffer, because a masked product reads masked values and 0 x NaN is NaN."""
         self.row_bytes = self.token_bytes * shape[2]
         self._device = like.device
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def explain(self, error: Exception) -> Exception:
-        """An allocator's or a device's error, retold with what the user can do; any other error as it is."""
+        """Return an allocator's or a device's error with advice for the user, and any other error unchanged."""
         text = str(error)
         if error.__cause__ is not None:
             return error  # explained already
         if "device-side assert" in text or "illegal memory access" in text:
-            return RuntimeError(f"the GPU cannot be used again by this process: restart the kernel ({text})")
+            return RuntimeError(f"this process lost the GPU; restart the process or the notebook kernel ({text})")
         if not is_full(error):
             return error
         per_row, positions = self.row_bytes, self.row_bytes // max(self.token_bytes, 1) or self.kv_slots
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {positions} positions"
-        message += f" and {self.max_rows} rows were wanted"
+        message += f" and {self.max_rows} rows were requested"
         if per_row and (unused := free_memory(self._device)) is not None:
             own = sum(buffer.nbytes for buffer in self.buffers())
             if (fitting := (unused + own) // per_row) < self.max_rows:
@@ -195,14 +192,14 @@ class RaggedCache(Cache):
         return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
 
     def explaining(self) -> _Explaining:
-        """Errors raised inside are retold by `explain`."""
+        """Replace errors raised inside by the results of `explain`."""
         return _Explaining(self)
 
     def grow(self, capacity: int) -> None:
-        """Make room for rows of `capacity` positions; what is stored stays where it is."""
+        """Extend all rows to `capacity` positions and keep the stored data."""
         if capacity < self.kv_slots:
-            return  # there is room: another cache of the batch may have failed to grow with this one
-        grown = []  # all of them before any is put in place: running out of memory half-way must leave the cache whole
+            return  # a retry, after another cache of the batch failed to grow
+        grown = []  # allocate all before assigning any, so that running out of memory leaves the cache intact
         for layer in (*self.layers, *self.by_position.values()):
             for name in layer.names if layer.is_initialized else ():
                 old = getattr(layer, name)
@@ -219,7 +216,7 @@ class RaggedCache(Cache):
             pass
 
     def token_states(self, name: str) -> TokenStates:
-        """Return the store of this name by position; it is made when first asked for."""
+        """Return the store of this name by position, created on first use."""
         if name not in self.by_position:
             self.by_position[name] = TokenStates(self)
         return self.by_position[name]
@@ -233,36 +230,36 @@ class RaggedCache(Cache):
             self.by_row.move_row(source, batch_slots)
 
     def clear(self, batch_slots: range) -> None:
-        """Forget what rows that lived there have left."""
+        """Zero the data of these batch slots."""
         if buffers := self.buffers():
             torch._foreach_zero_([buffer[batch_slots.start : batch_slots.stop] for buffer in buffers])
 
     def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
-        """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
+        """Return a copy of a row's first `length` positions, used for samples that start later."""
         own = [buffer[batch_slot, :, :length].clone() for buffer in self.buffers()]
         return own if self.by_row is None else own + self.by_row.save_row(batch_slot)
 
     def load_row(self, batch_slots: range, saved: list[Tensor]) -> None:
-        """Write what `save_row` returned into batch slots, and nothing behind it."""
+        """Write the result of `save_row` into batch slots and clear the later positions."""
         buffers = self.buffers()
         for buffer, row in zip(buffers, saved, strict=self.by_row is None):
             rows, length = buffer[batch_slots.start : batch_slots.stop], row.shape[1]
             rows[:, :, :length] = row
-            rows[:, :, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+            rows[:, :, length:] = 0  # a failed row leaves NaN, and 0 x NaN is NaN
         if self.by_row is not None:
             self.by_row.load_row(batch_slots, saved[len(buffers) :])
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers and numbers of tokens, as far as they are allocated."""
+        """Return all allocated buffers: keys and values of all layers, and token states."""
         return [buffer for layer in (*self.layers, *self.by_position.values()) for buffer in layer.buffers()]
 
     def begin_anew(self) -> None:
-        """As if nothing had been asked for: of a first pass that ran out of memory some layers have theirs already."""
+        """Reset to the initial state; a first pass that ran out of memory leaves only some layers allocated."""
         self.release()
         self.kv_slots = 1
 
     def release(self) -> None:
-        """Free the memory now, even while a traceback still holds this object."""
+        """Free the memory now, even while a traceback holds this object."""
         self.current = None
         for layer in (*self.layers, *self.by_position.values()):
             free(layer.buffers())

@@ -1,13 +1,12 @@
-"""What a model's layers do on a CPU, in fewer and faster operators, where they run operator by operator.
+"""Faster operators for a model's layers on a CPU, where layers run operator by operator.
 
-A decode pass has few tokens, and reads every weight for a handful of products each. On processors that are not its
-maker's, MKL, which torch's `linear` asks for float32, takes long over few rows; weights times tokens instead of tokens
-times weights is up to twice as fast, and so is oneDNN, where a product is large enough to repay its call. (On Intel's
-`linear` is the fastest of the three, by up to a half.) Where weights are small, most of a pass is what surrounds its
-products: norms are six operators where one does the same, rotary positions sixteen where eight do, and a module of
-torch's looks for its weight for longer than a microsecond.
+A decode pass multiplies each weight with few tokens. For few float32 rows, torch's `linear` (MKL) is slow on CPUs of
+other makers than Intel. Weights times tokens, instead of tokens times weights, is up to twice as fast. oneDNN is as
+fast if a product is large enough to repay the call. On Intel CPUs `linear` is the fastest of the three, by up to a
+half. For small weights, the time outside the products dominates. A norm is a single operator here instead of six,
+rotary positions take eight instead of sixteen, and `forward` skips the attribute lookup of weights (a microsecond).
 
-What the layers compute is the same; where it is a sum, its terms may be added up in another order.
+The layers compute the same functions; the terms of a sum may be added in another order.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from bass_core.model.forward_pass import Pass, current_pass
 from bass_core.model.patching import Change, is_plain, is_touched, written_in
 from bass_core.model.transformers_internals import ROTATE
 
-STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
-SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row
+STREAMED = 2**23  # bytes of weights beyond any CPU cache; below this size `linear` is as fast
+SMALL = 2**15  # up to so many elements of a weight, `linear` is the fastest for a single row
 FEW = (*range(1, 12), 16)  # rows for which weights times tokens beat `linear`; 12 to 15 take longer than 16
-LARGE = 2**22  # products of two numbers from which on oneDNN repays what its call takes
+LARGE = 2**22  # multiplications; from so many on, oneDNN repays the call
 
 
 def faster_than_linear(processor: str) -> bool:
-    """Whether `product` is, on the processor of that name."""
+    """Return True if `product` is faster than `linear` on a processor of this name."""
     return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and "Intel" not in processor
 
 
@@ -41,8 +40,8 @@ FASTER = faster_than_linear(environment.processor())
 
 
 def changes(model: nn.Module) -> list[Change]:
-    """The changes (`patching.changed`) under which the layers do so. Modules of other types than float32 do what they
-    did, and so do those that somebody, at this moment, wraps, hooks, stands in for or has changed the class of."""
+    """Return the changes (`patching.changed`) that install these operators. Modules in other dtypes stay unchanged, as
+    do modules with hooks, another class or a replaced `forward`."""
     streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
     multiply = product if streamed else _linear
     found, rotating = [], {}
@@ -60,11 +59,11 @@ def changes(model: nn.Module) -> list[Change]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)  # whatever that is now
+    return F.linear(x, weight, bias)  # looked up at each call, as the user may have replaced F.linear
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by what is fastest. x [..., N], weight [M, N], bias [M] -> [..., M]."""
+    """Return `F.linear`, computed by the fastest method. x [..., N], weight [M, N], bias [M] -> [..., M]."""
     many, size = weight.shape
     rows = x.shape[:-1].numel()
     if rows == 0 or x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
@@ -74,15 +73,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows not in FEW or (rows == 1 and many * size < SMALL):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, size)
-    # For one row MKL has a function of its own, that is slower than two rows.
+    # MKL's own function for a single row is slower than two rows.
     out = torch.mm(weight, flat.T).T if rows > 1 else torch.mm(weight, torch.cat((flat, flat)).T).T[:1]
     out = out.contiguous().view(*x.shape[:-1], many)
     return out if bias is None else out + bias
 
 
 def _by_onednn(x: Tensor, rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by oneDNN, which keeps compiled code of every shape that it has met, a third of a megabyte and more:
-    rows are rounded up to one of few numbers (8, 16, … 128, 144, … 256, 288, …), by an eighth at most from 64 on."""
+    """Return `F.linear` by oneDNN. Compiled code takes at least a third of a megabyte per shape, so rows are rounded up
+    to few numbers (8, 16, … 128, 144, … 256, 288, …), from 64 on by at most an eighth."""
     more = -rows % (1 << max(3, rows.bit_length() - 4))
     linear = torch.ops.mkldnn._linear_pointwise.default
     if not more:
@@ -92,12 +91,12 @@ def _by_onednn(x: Tensor, rows: int, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def _product_of(module: nn.Linear, multiply: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    parameters = module._parameters  # from which a module finds its weight as its last resort
+    parameters = module._parameters  # skips the module's attribute lookup
 
     def forward(input: Tensor) -> Tensor:
         try:
             weight, bias = parameters["weight"], parameters["bias"]
-        except KeyError:  # somebody computes one of them now
+        except KeyError:  # a parametrization replaced a parameter
             return type(module).forward(module, input)
         return multiply(input, weight, bias)
 
@@ -108,7 +107,7 @@ def _product_of(module: nn.Linear, multiply: Callable[..., Tensor]) -> Callable[
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module in float32 is what `F.rms_norm` is, to the bit."""
+    """Return True if a float32 module computes the same bits as `F.rms_norm`."""
     weight, forward = module._parameters.get("weight"), type(module).forward
     if weight is None or weight.dtype != torch.float32 or "variance_epsilon" not in vars(module):
         return False
@@ -117,7 +116,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     return _is_rms_norm_of[forward] and "forward" not in vars(module)
 
 
-_is_rms_norm_of: dict[Callable, bool] = {}  # by the forward of its class
+_is_rms_norm_of: dict[Callable, bool] = {}  # by the forward of the module's class
 
 
 @torch.inference_mode(False)
@@ -130,12 +129,11 @@ def _agrees_with_rms_norm(module: nn.Module) -> bool:
     x = torch.randn(16, *size, generator=numbers, device="cpu") * scales
     try:
         return torch.equal(twin.forward(x), F.rms_norm(x, size, twin.weight, twin.variance_epsilon))
-    except (AttributeError, RuntimeError, TypeError):  # it takes more than this
+    except (AttributeError, RuntimeError, TypeError):  # its forward needs other arguments
         return False
 
 
 def _whole_norm(module: nn.Module) -> Callable:
-    """Such a norm as one operator, in two thirds of the time of six."""
     forward, parameters, shape = module.forward, module._parameters, module.weight.shape
 
     def whole(x: Tensor, *more, **options) -> Tensor:
@@ -150,8 +148,8 @@ def _whole_norm(module: nn.Module) -> Callable:
 
 
 def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Callable | None:
-    """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
-    module. known: those made so far."""
+    """Return the forward of an attention module's class with the faster rotation, or None for other modules. known: a
+    cache of results."""
     forward = inspect.unwrap(type(module).forward)  # without transformers' renaming of arguments
     if is_touched(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
@@ -161,7 +159,7 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
 
 
 def _rotates_halves(forward: types.FunctionType) -> bool:
-    """Whether what it calls to rotate is transformers' own, written beside it, and what `rotated` is, to the bit."""
+    """Return True if the forward calls its file's own rotation from transformers, with the same bits as `rotated`."""
     theirs, batch_slot = forward.__globals__.get(ROTATE), written_in(forward)
     if not (forward.__module__ or "").startswith("transformers.models.") or written_in(theirs) != batch_slot:
         return False
@@ -174,22 +172,21 @@ _rotates_halves_of: dict[Callable, bool] = {}
 
 
 def _calling(forward: types.FunctionType, name: str, function: Callable) -> types.FunctionType:
-    """A function of the same code that finds another one under that name; where it is written, nothing changes."""
+    """Return a copy of the forward with `function` under the global `name`. The original module stays unchanged."""
     where = forward.__globals__ | {name: function}
-    del where["__name__"]  # under which compilers would look for the function in transformers' module
+    del where["__name__"]  # compilers would look up globals in transformers' module by this name
     own = types.FunctionType(forward.__code__, where, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     return own
 
 
 def _rotation(forward: types.FunctionType) -> Callable:
-    """`rotated` for what it takes, and what this forward calls for everything else; layers of one pass share the
-    factors."""
+    """Return `rotated` with a fallback to the forward's own rotation. Layers of a pass share the factors."""
     where = forward.__globals__
     theirs = where[ROTATE]
 
     def rotate(*arguments, **options) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():  # which fuses what there is
+        if torch.compiler.is_compiling():  # compilers fuse the original operators
             return theirs(*arguments, **options)
         if where[ROTATE] is theirs and not options and len(arguments) == 4 and _knows(*arguments):
             q, k, cos, sin = arguments
@@ -197,7 +194,7 @@ def _rotation(forward: types.FunctionType) -> Callable:
             try:
                 factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
                 return rotated(q, *factors), rotated(k, *factors)
-            except (RuntimeError, ValueError):  # of shapes, as of factors of four dimensions
+            except (RuntimeError, ValueError):  # unsupported shapes, such as 4-D factors
                 pass
         return where[ROTATE](*arguments, **options)
 
@@ -205,18 +202,20 @@ def _rotation(forward: types.FunctionType) -> Callable:
 
 
 def _knows(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether all is float32, and heads are rotated as a whole."""
+    """Return True if all tensors are float32 and whole heads are rotated."""
     return q.dtype == k.dtype == cos.dtype == sin.dtype == torch.float32 and q.shape[-1] == cos.shape[-1]
 
 
 def rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
-    """x cos + (-x2, x1) sin for x = (x1, x2), as x cos + (x2, x1) (-sin1, sin2): the same bits. x [B, H, Q, D]; cos,
-    signed (-sin1, sin2) [B, 1, Q, D]. Raises RuntimeError for other shapes, as operators in place do."""
+    """Return x cos + (-x2, x1) sin for x = (x1, x2), to the bit. Raises RuntimeError for other shapes.
+
+    x [B, H, Q, D]; cos and signed (-sin1, sin2) [B, 1, Q, D].
+    """
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed))
 
 
 def _factors(current: Pass | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotated` takes, for cos and sin [B, Q, D]."""
+    """Return the factors of `rotated` for cos and sin [B, Q, D]."""
     first, second = sin.chunk(2, -1)
     return cos.unsqueeze(1), torch.cat([-first, second], -1).unsqueeze(1)
 
@@ -231,5 +230,5 @@ def _agrees_with_rotation(theirs: Callable) -> bool:
     try:
         found_q, found_k = theirs(q, k, cos, sin)
         return torch.equal(found_q, rotated(q, *factors)) and torch.equal(found_k, rotated(k, *factors))
-    except Exception:  # whatever it raises: it takes something else
+    except Exception:  # any error means that the function takes other arguments
         return False

@@ -1,12 +1,11 @@
-"""What an encoder-decoder model reads beside the text it writes: its source, and the fixed cache of it.
+"""Sources of encoder-decoder models, and the fixed cache of their keys and values.
 
-A row of such a model has two texts. The one it writes lives in the ragged cache as ever. The one it reads is encoded
-once, and every decoder layer's keys and values of it are written once, by the row's prefill. They never grow and are
-never rolled back: rows of sources of different lengths differ in how much of their batch slot they fill, and nothing
-else.
+A row of such a model has two texts. The decoder's text lives in the ragged cache as usual. The source is encoded once,
+and the row's prefill writes the cross-attention keys and values of every decoder layer. The cached source never grows
+and is never rolled back. Rows whose sources differ in length fill different parts of their batch slots.
 
-The models' own layers do the work, as transformers' `EncoderDecoderCache` has them do it: told that there are no keys
-of the source yet, a layer makes them and hands them to `Sources.update`; told that there are, it takes them.
+The models' own layers do the work, as with transformers' `EncoderDecoderCache`. If `is_updated` is False, a layer
+computes the keys and values and passes them to `Sources.update`; otherwise the layer reads the cached ones.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from bass_core.model.forward_pass import Pass
 from bass_core.model.patching import as_found
 from bass_core.model.transformers_internals import cache_argument
 
-FEATURES = "input_features"  # what models that hear are given in place of ids
+FEATURES = "input_features"  # the input of speech models, instead of ids
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What one row reads: int64 ids [S], or features such as a spectrogram [channels, frames]; on the host."""
+    """The source of a row, on the host: int64 ids [S], or features such as a spectrogram [channels, frames]."""
 
     inputs: Tensor
 
     @cached_property
     def key(self) -> bytes:
-        """What is equal for equal sources."""
+        """Return bytes that are equal for equal sources."""
         return f"{tuple(self.inputs.shape)}".encode() + self.inputs.numpy().tobytes()
 
 
 def made_up(model: PreTrainedModel, length: int, seed: int = 0) -> Source:
-    """A source of `length` random ids, or random features (which have one length), to ask or to time a model with."""
+    """Return a source of `length` random ids, or random features (of fixed length), for probes and timing."""
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == FEATURES:
         shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
@@ -55,7 +54,7 @@ def made_up(model: PreTrainedModel, length: int, seed: int = 0) -> Source:
 
 
 class Encoded(NamedTuple):
-    """What an encoder made of some rows' sources: states [B, S, H], of which the first lengths[b] are row b's."""
+    """Encoder states of some rows' sources, [B, S, H]. The first lengths[b] states belong to row b."""
 
     states: Tensor
     lengths: list[int]
@@ -63,8 +62,8 @@ class Encoded(NamedTuple):
 
 @torch.inference_mode()
 def encode(model: PreTrainedModel, sources: Sequence[Source]) -> Encoded:
-    """One pass of the model's encoder, as its owner left it but in evaluation mode; shorter sources are padded behind
-    their end."""
+    """Run the model's encoder once, in evaluation mode and with the model's own configuration. Padding follows shorter
+    sources."""
     encoder, inputs = model.get_encoder(), [source.inputs.to(model.device) for source in sources]
     with as_found(model):
         if model.main_input_name == FEATURES:
@@ -85,7 +84,7 @@ class SourceLayer:
 
     @property
     def keys(self) -> Tensor:
-        """Of the rows of the pass at hand: [B, H, longest source, D]."""
+        """Return the keys for the rows of the current pass: [B, H, longest source, D]."""
         return self.sources.handed_out(self.buffers[0])
 
     @property
@@ -94,43 +93,42 @@ class SourceLayer:
 
 
 class Sources:
-    """The fixed cache of one model's rows. `read` what rows that begin have to read; their next pass writes it."""
+    """The fixed cache of one model's rows. `read` stages sources; the next pass of the rows writes them."""
 
     def __init__(self, cache: RaggedCache, hidden_size: int):
         self.cache = cache
         cache.by_row = self
         self.layers = [SourceLayer(self) for _ in cache.layers]
-        self.lengths = np.zeros(cache.max_rows, np.int64)  # of each batch slot's source
+        self.lengths = np.zeros(cache.max_rows, np.int64)  # of the source in each batch slot
         self._on_device: Tensor | None = None
-        self._unread: tuple[range, Encoded] | None = None  # encoded, and not yet written
+        self._unread: tuple[range, Encoded] | None = None  # encoded, but not yet written
         self._hidden_size = hidden_size
         self._both = EncoderDecoderCache(cache, cache)
-        self._both.cross_attention_cache = self  # a cache that grows would be no place for it
+        self._both.cross_attention_cache = self  # replaces a cache that grows
 
     def read(self, encoded: Encoded, batch_slots: range) -> None:
-        """The rows in these batch slots have these sources from their next pass on, which is over just these batch
-        slots."""
+        """Stage the sources of the rows in these batch slots. The next pass must run over exactly these batch slots."""
         self._unread = batch_slots, encoded
 
     def inputs(self, current: Pass, model: PreTrainedModel, path: str) -> dict:
-        """What the model is given in this pass beside the tokens."""
+        """Return the model's inputs of this pass, except the tokens."""
         batch_slots, encoded = self._unread or (None, None)
         reads, self._unread = batch_slots == current.batch_slots, None
         if reads:
             self.lengths[batch_slots.start : batch_slots.stop] = encoded.lengths
             self._on_device = torch.from_numpy(self.lengths).to(encoded.states.device)
             states = encoded.states
-        else:  # layers ask whether there are states, and look at no number of them
+        else:  # layers check only that states exist, and do not read the values
             nothing = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
             states = nothing.expand(len(current.batch_slots), self.max_kv_length(current), self._hidden_size)
         self._both.is_updated = dict.fromkeys(range(len(self.layers)), not reads)
         inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), cache_argument(type(model)): self._both}
-        if path == "eager":  # the others have `hidden` in their attention
+        if path == "eager":  # on the other paths, attention applies the mask
             inputs["attention_mask"] = (~self.hidden(current)).long()
         return inputs
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write what a layer made of the sources that are being read, [B, H, S, D]; returns it."""
+        """Write and return a layer's keys and values of the staged sources, [B, H, S, D]."""
         mine, rows = self.layers[layer], self._rows(self.cache.current)
         if not mine.buffers:
             mine.buffers = [self._room_for(states, None) for states in (keys, values)]
@@ -138,12 +136,12 @@ class Sources:
             mine.buffers = [self._room_for(*each) for each in zip((keys, values), mine.buffers, strict=True)]
         for buffer, states in zip(mine.buffers, (keys, values), strict=True):
             buffer[rows, :, : states.shape[2]] = states
-            buffer[rows, :, states.shape[2] :] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+            buffer[rows, :, states.shape[2] :] = 0  # a failed row leaves NaN, and 0 x NaN is NaN
         self.cache.current.foreign_mask = self.bias
         return keys, values
 
     def _room_for(self, states: Tensor, old: Tensor | None) -> Tensor:
-        """A buffer with room for sources as long as these, and what the old one holds."""
+        """Return a buffer with capacity for the length of `states`, including the contents of the old buffer."""
         room = states.shape[2] if old is None else max(states.shape[2], 2 * old.shape[2])
         new = states.new_zeros(self.cache.max_rows, states.shape[1], room, states.shape[3])
         if old is not None:
@@ -151,22 +149,22 @@ class Sources:
         return new
 
     def handed_out(self, buffer: Tensor) -> Tensor:
-        """What the rows of the pass at hand may see of it."""
+        """Return the part of a buffer that the rows of the current pass may read."""
         current = self.cache.current
         current.foreign_mask = self.bias
         return buffer[self._rows(current), :, : self.max_kv_length(current)]
 
     def max_kv_length(self, current: Pass) -> int:
-        """The longest source of the pass's rows."""
+        """Return the length of the longest source in the pass."""
         return int(self.lengths[self._rows(current)].max())
 
     def hidden(self, current: Pass) -> Tensor:
-        """bool [B, longest source]: what lies behind the end of a row's source."""
+        """Return the padding mask of the sources: bool [B, longest source]."""
         slots = torch.arange(self.max_kv_length(current), device=current.positions.device)
         return slots >= self._on_device[self._rows(current), None]
 
     def bias(self, current: Pass, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B, 1, 1, longest source]; None where all sources are equally long."""
+        """Return the additive mask [B, 1, 1, longest source], or None if all sources have this length."""
         if (self.lengths[self._rows(current)] == self.max_kv_length(current)).all():
             return None
         hidden = self.hidden(current)[:, None, None]
@@ -176,24 +174,24 @@ class Sources:
     def _rows(current: Pass) -> slice:
         return slice(current.batch_slots.start, current.batch_slots.stop)
 
-    # --- rows come and go -------------------------------------------------------------------------
+    # --- moving, saving and restoring rows ------------------------------------------------------------
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers, as far as they are allocated."""
+        """Return the allocated keys and values of all layers."""
         return [buffer for layer in self.layers for buffer in layer.buffers]
 
     def move_row(self, source: int, batch_slots: range) -> None:
-        """Copy what a row reads to other batch slots."""
+        """Copy a row's source to other batch slots."""
         for buffer in self.buffers():
             buffer[batch_slots.start : batch_slots.stop] = buffer[source].clone()
         self._has_length(int(self.lengths[source]), batch_slots)
 
     def save_row(self, batch_slot: int) -> list[Tensor]:
-        """A copy of what a row reads."""
+        """Return a copy of a row's source."""
         return [buffer[batch_slot, :, : self.lengths[batch_slot]].clone() for buffer in self.buffers()]
 
     def load_row(self, batch_slots: range, saved: Sequence[Tensor]) -> None:
-        """Write what `save_row` returned into batch slots."""
+        """Write the result of `save_row` into batch slots."""
         for buffer, row in zip(self.buffers(), saved, strict=True):
             rows, length = buffer[batch_slots.start : batch_slots.stop], row.shape[1]
             rows[:, :, :length] = row

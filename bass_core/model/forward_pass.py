@@ -1,7 +1,7 @@
-"""One forward pass over the ragged cache: which rows, which positions, what each query may see.
+"""A forward pass over the ragged cache: its rows, its positions, and the keys that each query may see.
 
-transformers never hands a registered attention function the cache or the rows. So the current pass is state of the
-thread, set by `Runner` around each call of a model.
+transformers passes neither the cache nor the rows to a registered attention function. The current pass is therefore
+state of the thread, set by `Runner` around each call of a model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from bass_core.model import kernel_ops
 
 
 class Phase(NamedTuple):
-    """Passes that follow one another, none of more queries than the first, while rows grow: the keys that rows have
-    at most, int64 [B], how many positions there are from the first to the last, and the work lists that they share."""
+    """Consecutive passes over growing rows, none with more queries than the first. ends: int64 [B], the maximum number
+    of keys per row. span: the number of positions in all passes. lists: the shared work lists."""
 
     ends: Tensor
     span: int
@@ -31,24 +31,24 @@ class Phase(NamedTuple):
 
 @dataclass
 class Pass:
-    """One forward pass over some rows of the cache: where its tokens go and what each may see.
+    """A forward pass over some rows of the cache: the KV slots of its tokens and the keys that each token may see.
 
     positions: int64 [B, Q], the position of every query token. Padding queries repeat a valid position of their row.
-    kv_slots: int64 [B, Q], where their keys and values are written; padding queries write to the scratch slot.
-    starts, ends: int64 [B], the position of each row's first query token (negative: it and others before position 0
-    are padding) and the keys the row holds once this pass has written its own.
+    kv_slots: int64 [B, Q], the KV slots for keys and values; padding queries write to the scratch slot.
+    starts: int64 [B], the position of each row's first query token. Tokens at negative positions are padding.
+    ends: int64 [B], the number of keys of each row after this pass.
     batch_slots: the range of batch slots that the rows occupy.
     max_kv_length: KV slots 0..max_kv_length-1 hold every key that any query of this pass may see.
-    row_kv_slots: KV slots of a row, the last of them the scratch slot.
-    kv_lengths: `ends` as host integers (for per-row launches); None where the host does not know them.
-    packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
-    flat indices, without the padding; B · Q stands for a token that belongs to no row.
-    last_only: only what follows each row's last token is wanted (prefill, passes of a draft).
-    phase: what this pass is one of.
-    features: [B, Q, H], what a drafter's model reads beside each token.
-    prompt: the length of the prompt of which this pass reads a chunk; None where it reads none.
-    foreign_mask: the additive mask over the keys handed out last, as a function of this pass and a dtype, where these
-    keys are not the row's own tokens (a source); its result is None where nothing is hidden.
+    row_kv_slots: number of KV slots per row, including the scratch slot at the end.
+    kv_lengths: `ends` as host integers (for per-row launches), or None if the host does not know the lengths.
+    packed: None if the models see ids [B, Q]. Otherwise int64 [T], flat indices into [B, Q] of the tokens without
+    padding; the models see ids [1, T]. The index B · Q stands for a token of no row.
+    last_only: compute only the logits after each row's last token (prefill, passes of a draft).
+    phase: the phase of this pass, or None.
+    features: [B, Q, H], hidden states that a drafter's model reads with each token.
+    prompt: the length of the prompt if this pass reads a chunk of a prompt, else None.
+    foreign_mask: function of this pass and a dtype, set before attention to a source. Returns the additive mask over
+    the source's keys, or None if nothing is hidden.
     """
 
     positions: Tensor
@@ -66,28 +66,28 @@ class Pass:
     prompt: int | None = None
     foreign_mask: Callable[[Pass, torch.dtype], Tensor | None] | None = None
     first_batch_slot: int = field(init=False)
-    kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
-    shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
+    kernels: bool = field(init=False)  # True if the Triton kernels run on the rows' device
+    shared: dict[tuple, Any] = field(default_factory=dict)  # results of `once` by function and arguments
 
     def __post_init__(self):
         self.first_batch_slot, self.kernels = self.batch_slots.start, kernel_ops.run_on(self.kv_slots.device)
 
     def once(self, make: Callable, *arguments) -> Any:
-        """make(this pass, *arguments), worked out once for all layers: masks, work lists."""
+        """Return make(this pass, *arguments), computed once for all layers (masks, work lists)."""
         kind = (make, *arguments)
         if kind not in self.shared:
             self.shared[kind] = make(self, *arguments)
         return self.shared[kind]
 
     def pack(self, rows: Tensor) -> Tensor:
-        """[B, Q, ...] -> [1, T, ...], what the model sees; the same where nothing is packed."""
+        """Convert [B, Q, ...] to [1, T, ...], the tokens that the model sees. Without packing, return the input."""
         if self.packed is None:
             return rows
         flat = rows.flatten(0, 1)
         return flat[self.packed.clamp(max=len(flat) - 1)][None]
 
     def unpack(self, states: Tensor) -> Tensor:
-        """[1, T, ...] -> [B, Q, ...], zeros where there is padding; the same where nothing is packed."""
+        """Convert [1, T, ...] to [B, Q, ...], with zeros for padding. Without packing, return the input."""
         if self.packed is None:
             return states
         rows, width = self.positions.shape
@@ -95,31 +95,28 @@ class Pass:
         return flat.index_copy_(0, self.packed, states[0])[:-1].view(rows, width, *states.shape[2:])
 
     def write(self, states: Tensor, buffer: Tensor) -> None:
-        """Put the pass's keys or values [B, H, Q, D] (packed: [1, H, T, D]) into a buffer [batch slots, H, KV slots,
-        D]."""
+        """Write keys or values [B, H, Q, D] (packed: [1, H, T, D]) to a buffer [batch slots, H, KV slots, D]."""
         _, heads, tokens, size = states.shape
-        eager = self.kv_lengths is not None  # else each case is compiled anew
-        if eager and tokens == 1 and self.packed is None and self.first_batch_slot == 0:  # the fewest operations
+        eager = self.kv_lengths is not None  # avoids a compilation per case
+        if eager and tokens == 1 and self.packed is None and self.first_batch_slot == 0:  # the fastest operator
             buffer.scatter_(2, self.once(Pass.written_kv_slots, heads, size), states)
         else:
             buffer.view(-1, size).index_copy_(0, self.once(Pass.written, heads), states.reshape(-1, size))
 
     def written_kv_slots(self, heads: int, size: int) -> Tensor:
-        """The KV slots of the pass's tokens, for every number of their keys: int64 [B, H, Q, D]."""
+        """Return the KV slots of the pass's tokens, repeated for every element of a key: int64 [B, H, Q, D]."""
         return self.kv_slots[:, None, :, None].expand(-1, heads, -1, size)
 
     def written(self, heads: int) -> Tensor:
-        """Where the pass's keys go, int64 [B · H · Q] (packed: [H · T]), in a buffer [batch slots, H, KV slots] seen
-        flat."""
+        """Return the keys' flat indices in a buffer [batch slots, H, KV slots]: int64 [B · H · Q] (packed: [H · T])."""
         batch_slots = torch.arange(self.batch_slots.start, self.batch_slots.stop, device=self.kv_slots.device)
-        first = batch_slots[:, None] * (heads * self.row_kv_slots) + self.kv_slots  # [B, Q], of the first head
+        first = batch_slots[:, None] * (heads * self.row_kv_slots) + self.kv_slots  # [B, Q], for the first head
         if self.packed is not None:
             first = F.pad(first.flatten(), (0, 1), value=self.row_kv_slots - 1)[self.packed][None]  # [1, T]
         return (first[:, None] + torch.arange(heads, device=first.device)[:, None] * self.row_kv_slots).flatten()
 
     def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
-        """bool [B, Q, max_kv_length]: which KV slots a query attends to: no later than itself, inside its window or
-        chunk."""
+        """Return the KV slots that each query sees, bool [B, Q, max_kv_length]: none later, in its window or chunk."""
         kv_slots = torch.arange(self.max_kv_length, device=self.positions.device)
         query = self.positions[..., None]
         seen = kv_slots <= query
@@ -131,9 +128,7 @@ class Pass:
 
 
 class _Thread(threading.local):
-    """What the attention functions of this thread are called for."""
-
-    def __init__(self):  # no attribute of the class: torch 2.11 would compile that one into layers
+    def __init__(self):  # torch 2.11 would compile a class attribute into layers
         self.current: Pass | None = None
 
 
@@ -141,13 +136,13 @@ _thread = _Thread()
 
 
 def current_pass() -> Pass | None:
-    """Return the pass that this thread runs a model for, None outside of one."""
+    """Return the pass that runs in this thread, or None."""
     return _thread.current
 
 
 @contextmanager
 def running(current: Pass) -> Iterator[None]:
-    """Make `current` the current pass of this thread inside."""
+    """Set the current pass of this thread inside the context."""
 
     def clear() -> None:
         _thread.current = None

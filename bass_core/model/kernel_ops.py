@@ -1,11 +1,11 @@
-"""The Triton kernels of `bass_kernels` in place of plain torch: where they run, and as operators of torch.
+"""The Triton kernels of `bass_kernels` as torch operators, used instead of plain torch on supported devices.
 
-They run on a CUDA GPU where they are installed: attention (but for the path "eager"), the write into the KV cache, and,
-where nothing but the temperature changes the distribution, the draw of a draft and verification. On a CPU they run only
-in Triton's interpreter (TRITON_INTERPRET=1, set before Python starts): slow, and the same code.
+On a CUDA GPU the kernels compute attention (except the path `eager`) and write the KV cache. If only the temperature
+changes the distribution, they also draw draft tokens and verify them. On a CPU the kernels run only in Triton's
+interpreter (TRITON_INTERPRET=1, set before Python starts), which is slow but runs the same code.
 
-As operators, compilers and recorders see one call each instead of its inside. An operator takes tensors and numbers
-alone. Those that compiled code meets also say what shape comes out.
+Compilers and CUDA graphs see each operator as a single call. An operator takes only tensors and numbers. The operators
+inside compiled code also declare the shapes of their results.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor
 
 from bass_core.environment import is_full
 
-GROUP = 32  # inputs that share a scale in INT4; also how many are packed together
+GROUP = 32  # inputs that share a scale in INT4, and are packed together
 
 
 def run_on(device: torch.device) -> bool:
-    """Whether kernels run on tensors of this device."""
+    """Return True if the kernels run on tensors of this device."""
     return obstacle(device) is None
 
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Why kernels do not run on this device; None if one did. Triton compiles when called, and that can fail too."""
+    """Return the reason why kernels do not run on this device, or None after a successful trial run."""
     if device.type != "cuda" and "TRITON_INTERPRET" not in os.environ:
         return (
-            f"they need a CUDA GPU, and the model is on {device} (on a CPU they run slowly, in Triton's interpreter: "
-            "set TRITON_INTERPRET=1 before Python starts)"
+            f"they need a CUDA GPU, and the model is on {device} (for Triton's slow interpreter on a CPU, set "
+            "TRITON_INTERPRET=1 before Python starts)"
         )
     for name in ("bass_kernels", "triton"):
         if importlib.util.find_spec(name) is None:
@@ -44,22 +44,22 @@ def obstacle(device: torch.device) -> str | None:
     states, cache = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, 16, device=device)
     try:
         load().write_kv(states, states, cache, cache, torch.zeros(1, 1, dtype=torch.int64, device=device))
-    except Exception as error:  # whatever a compiler or a driver raises is the answer
-        if is_full(error):  # but for this one, which is not kept
+    except Exception as error:  # any error of a compiler or a driver is the reason
+        if is_full(error):  # raised, because the result is cached
             raise
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return None if bool(cache.all()) else "a first kernel wrote nothing"
 
 
 def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
-    """Return True if `commit` can take these tensors."""
+    """Return True if `commit` supports these tensors."""
     if not run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
         return False
     return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
 
 
 def load() -> ModuleType:
-    """The package `bass_kernels`, imported when first used."""
+    """Import `bass_kernels` on first use."""
     return importlib.import_module("bass_kernels")
 
 
@@ -92,7 +92,7 @@ def plan(
     deterministic: bool,
     span: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """items, rows and counters of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
+    """Return items, rows and counters of a `bass_kernels.Plan` for layers of these shapes over `width` KV slots."""
     group = heads // kv_heads
     found = load().plan.make_plan(
         starts,
@@ -130,7 +130,7 @@ def ragged_attention(
     softcap: float | None,
     deterministic: bool,
 ) -> Tensor:
-    """`bass_kernels.ragged_attention` with the work list that `plan` made. Its counters are left as they were found."""
+    """`bass_kernels.ragged_attention` with a work list of `plan`. The kernel restores the list's counters."""
     kernels, group = load(), query.shape[1] // key.shape[1]
     tile = _tile(query.shape[2] * group, query.shape[3], query.dtype, deterministic)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
@@ -170,13 +170,13 @@ def _(query, key, value, starts, ends, sinks, *, max_kv_length, scaling, sliding
 
 
 def _rows_first(query: Tensor) -> Tensor:
-    """What attention gives for queries [B, H, Q, D]: [B, Q, H, D]."""
+    """Return an empty result of attention for queries [B, H, Q, D]: [B, Q, H, D]."""
     batch, heads, queries, head_dim = query.shape
     return query.new_empty(batch, queries, heads, head_dim)
 
 
 def dequantized(weight: Tensor, scale: Tensor, inputs: int) -> Tensor:
-    """The weights that codes stand for, in the dtype of their scale: [N, inputs]."""
+    """Return the weights of quantized codes, in the dtype of their scale: [N, inputs]."""
     if weight.dtype == torch.int8:
         return weight * scale
     packed = weight.view(torch.int8).unflatten(1, (scale.shape[1], -1))  # [N, groups, 16]
@@ -186,9 +186,9 @@ def dequantized(weight: Tensor, scale: Tensor, inputs: int) -> Tensor:
 
 @torch.library.custom_op("bass::quantized_linear", mutates_args=())
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times `quantization.QuantizedWeight`: [..., N]. Few rows of half precision go through
-    `bass_kernels.skinny_linear`, which reads the codes as they are; for more, whose time is operations, the weights are
-    made in full."""
+    """Return x [..., K] times a `quantization.QuantizedWeight`: [..., N]. For few rows in half precision,
+    `bass_kernels.skinny_linear` reads the codes directly. Products of more rows are limited by compute, and dequantize
+    the weights first."""
     rows = x.reshape(-1, x.shape[-1])
     half = x.dtype in (torch.bfloat16, torch.float16)
     if half and run_on(x.device) and len(rows) <= (kernels := load()).skinny.MOST_ROWS:
@@ -207,7 +207,7 @@ def _(x, weight, scale, bias):
 def draw(
     logits: Tensor, streams: Tensor, steps: Tensor, slot: int, temperature: float, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`bass_kernels.draw`: a drafted token of each row, what it was drawn from, and the row's largest logit."""
+    """`bass_kernels.draw`: a draft token of each row, the token's distribution, and the row's largest logit."""
     return load().draw(logits, streams, steps, slot, temperature, width)
 
 
@@ -233,9 +233,9 @@ def commit(
     temperature: float,
     all_or_none: bool,
 ) -> Tensor:
-    """`bass_kernels.commit`: token verification (at temperature 0 matching with the argmax), the rows' ends, and what
-    the host is told, int64 [B, K + 4]. The decisions are those of `verification` and the rows those of `Rows.advance`,
-    from the same random numbers, but for numbers within 1e-6 of a boundary."""
+    """`bass_kernels.commit`: verify tokens (at temperature 0, match the argmax) and commit the rows. Returns the host's
+    results, int64 [B, K + 4]. With the same random numbers, decisions and rows equal the results of `verification` and
+    `Rows.advance`, except for numbers within 1e-6 of a boundary."""
     kernels = load()
     rows = kernels.RowMemory(row_tokens, row_logprobs, row_lengths, row_steps, streams)
     options = {"all_or_none": all_or_none, "chances": chances}

@@ -1,4 +1,4 @@
-"""A model switched to an attention path for some passes, and back, exactly as its owner left it."""
+"""Switch a model to an attention path for some passes, and restore the owner's state exactly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from bass_core.model import transformers_internals as internals
 from bass_core.model.attention import registered_name
 
 MISSING = object()
-SWITCHED = (internals.ATTENTION, "pad_token_id")  # entries of configs that `Switch` changes
-OWN = "_bass_own"  # entry of a switched config: the thread that switched it, and what its owner has for these
+SWITCHED = (internals.ATTENTION, "pad_token_id")  # config entries that `Switch` changes
+OWN = "_bass_own"  # entry of a switched config: the switching thread, and the owner's values
 
-Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
+Change = tuple[dict, str, Any]  # a table, the name of an entry, and the new value
 
 
 @contextmanager
 def changed(changes: Sequence[Change]) -> Iterator[None]:
-    """Inside, these tables have these entries. Afterwards they are as they were, also if a Ctrl-C falls into that."""
+    """Set these entries inside the context and restore them afterwards, even after Ctrl-C during the restoration."""
     before = [(table, name, table.get(name, MISSING)) for table, name, _ in changes]
 
     def restore() -> None:
@@ -40,27 +40,26 @@ def changed(changes: Sequence[Change]) -> Iterator[None]:
         yield
 
 
-_switching = threading.RLock()  # held while a model is switched, and back
+_switching = threading.RLock()  # held while a model is switched or restored
 
 
 class InUse(RuntimeError):
-    """Another thread decodes with a model at this moment."""
+    """The model is decoding in another thread."""
 
 
 def path_of(model: PreTrainedModel) -> str | None:
-    """The path that `model` is switched to by this thread; None if it is as its owner left it."""
+    """Return the path to which this thread switched `model`, or None."""
     thread, path, _ = vars(model).get("_bass_path", (None, None, None))
     return path if thread == threading.get_ident() else None
 
 
 def as_found(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, a model that is switched to a path has its owner's configuration, as its encoder wants it."""
+    """Restore the owner's configuration of a switched model inside the context; encoders need it."""
     return changed(vars(model).get("_bass_path", (None, None, ()))[2])
 
 
 class Switch:
-    """Switches `model` to an attention path and back. Its modules are looked through once, for many times; modules that
-    it is given later keep their mode."""
+    """Switches `model` to an attention path and back. Modules added after construction keep their mode."""
 
     def __init__(
         self,
@@ -70,25 +69,23 @@ class Switch:
         kept: Sequence[Change] = (),
         faster: Sequence[Change] = (),
     ):
-        """replaced: what the architecture needs over a ragged cache (`architectures.replacements`). kept: what writes
-        hidden states into this runner's cache. faster: modules that compute the same in fewer operators; a module whose
-        `forward` somebody replaced keeps that one."""
+        """replaced: changes for a ragged cache (`architectures.replacements`). kept: changes that write hidden states
+        into this runner's cache. faster: modules with fewer operators, applied only where `forward` is not replaced."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._configs = [vars(each) for each in configurations(model)]
         self._replaced, self._kept, self._faster = replaced, kept, faster
 
     @property
     def is_on(self) -> bool:
-        """Return True if the model is switched so, by this switch or by another that does the same."""
+        """Return True if this switch, or another with the same path and the same cache for hidden states, is active."""
         kept = all(table.get(name) is value for table, name, value in self._kept)
         return kept and path_of(self.model) == self.path
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Run the model with the path, in evaluation mode; leave it exactly as it was found.
+        """Run the model with the path in evaluation mode, and restore the owner's state.
 
-        Raises InUse while another thread runs it, or a model that has a config object in common with it: each would
-        find it changed, and back again.
+        Raises InUse while another thread runs the model, or a model that shares a config object with it.
         """
         with ExitStack() as stack:
             with _switching:
@@ -101,14 +98,14 @@ class Switch:
                     stack.close()
 
     def _changes(self) -> list[Change]:
-        """Return what `on` changes. Raises InUse."""
+        """Return the changes of `on`. Raises InUse."""
         paths, thread = self._configs, threading.get_ident()
         if any(config[OWN][0] != thread for config in paths if OWN in config):
             raise InUse(
-                f"{type(self.model).__name__}, or a model that shares its config object, is decoding in another thread "
-                "at this moment; give each thread models of its own, or one Session to all"
+                f"{type(self.model).__name__}, or a model that shares its config object, is decoding in another "
+                "thread; give each thread its own models, or share one Session"
             )
-        # A draft may share the config of a target that is switched already.
+        # A draft may share the config of a target that is already switched.
         own = [
             config[OWN][1] if OWN in config else {name: config[name] for name in SWITCHED if name in config}
             for config in paths
@@ -119,19 +116,19 @@ class Switch:
         changes += [change for change in self._faster if "forward" not in change[0]]
         changes += [(config, internals.ATTENTION, registered_name(self.path)) for config in paths]
         changes += [(config, OWN, (thread, kept)) for config, kept in zip(paths, own, strict=True)]
-        # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
+        # With this id, GPT-2 checks every pass for padding, and the host waits for the check.
         return changes + [(paths[0], "pad_token_id", None)] * ("pad_token_id" in paths[0])
 
 
 def evaluating(modules: Iterable[dict]) -> AbstractContextManager[None]:
-    """Evaluation mode for the modules that these are the `vars` of; those that were training train again afterwards."""
+    """Set evaluation mode for modules, given by their `vars`, and restore training mode afterwards."""
     return changed([(module, "training", False) for module in modules if module["training"]])
 
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the model's configuration, all below it, and those of its modules.
+    """Return the model's configuration, its nested ones, and those of its modules.
 
-    Parts of T5 have copies. A layer that was taken from another model has that model's.
+    Parts of T5 have copies. A layer taken from another model has that model's configuration.
     """
     found = [config for module in model.modules() if isinstance(config := vars(module).get("config"), PreTrainedConfig)]
     found.insert(0, model.config)
@@ -141,7 +138,7 @@ def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def is_plain(part: nn.Module | None) -> bool:
-    """Whether a module is a product of torch's own, of weights like any others, and nobody stands in for it."""
+    """Return True for an unmodified `nn.Linear` with ordinary weights."""
     if type(part) is not nn.Linear or is_touched(part):
         return False
     if not part._parameters.keys() >= {"weight", "bias"} or written_in(nn.Linear.forward) != nn.modules.linear.__file__:
@@ -157,10 +154,10 @@ def is_plain(part: nn.Module | None) -> bool:
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Whether somebody stands in for a module, or hooks it."""
+    """Return True if a module has hooks or a replaced `forward`."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def written_in(function: object) -> str | None:
-    """The file of a function's code; None of what has no code in Python. One that wraps another is of the wrapper's."""
+    """Return the file of a function's code, or None without Python code. For a wrapper, this is the wrapper's file."""
     return getattr(getattr(function, "__code__", None), "co_filename", None)

@@ -1,8 +1,8 @@
-"""Choose a model's attention path by what the model does, once for each structure that it has.
+"""Choose a model's attention path by comparing logits, once for each structure of the model.
 
-Some architectures silently ignore transformers' attention interface, others use it with masks of their own. So
-`resolve` compares ragged passes over a cache with the model's plain forward pass, and refuses what differs. The probe
-leaves the model as it was.
+Some architectures silently ignore transformers' attention interface, and others pass masks of a different kind.
+`resolve` therefore compares ragged passes over a cache with the model's plain forward pass, and refuses models with
+different logits. The probe leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -37,41 +37,40 @@ from bass_core.model.patching import (
 from bass_core.model.runner import Runner
 from bass_core.model.transformers_internals import in_dtype, is_quantized
 
-# Tokens: a short text, the longest window while a model is asked, two texts that are longer.
+# Lengths in tokens: a short text, the longest window during a probe, and two texts beyond this window.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
-MORE = 3  # tokens that follow them
-SMALL = 2**26  # parameters of a model that is asked in float32
-# Names of lengths at which a model changes what it does.
+MORE = 3  # tokens after each text
+SMALL = 2**26  # up to so many parameters, a model is probed in float32
+# Names of lengths at which a model changes its computation.
 SWITCHES = re.compile(
     r"sliding_window|attention_window|window_size|local_attention|attention_chunk_size|floor_scale"
     r"|original_max_position_embeddings"
 )
 
-SMALL_BUFFER = 2**20  # elements of a buffer whose values are restored after a probe; larger ones hold weights
+SMALL_BUFFER = 2**20  # elements; larger buffers hold weights, and are not restored after a probe
 
-PLAIN = (bool, int, float, str)  # attributes that count for a signature
-_numbers = itertools.count()  # of functions
+PLAIN = (bool, int, float, str)  # types of the attributes in a signature
+_numbers = itertools.count()  # of functions in signatures
 
-# Verdicts of a model: (path, signature) -> complaint or None.
+# Results of probes by model: (path, signature) -> reason for refusal, or None.
 _probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], str | None]] = weakref.WeakKeyDictionary()
 
 
 class NotNumbers(ValueError):
-    """A model's own forward pass gives NaN or infinite logits."""
+    """The model's own forward pass gives NaN or infinite logits."""
 
 
 def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
-    """The attention path that `model` gets: "ragged", "pad", "split" or "eager".
+    """Return the attention path for `model`: "ragged", "pad", "split" or "eager".
 
-    "auto" takes the fastest path that the model passes the probe with; any other name is taken or refused.
-    Raises ValueError if the path does not exist here, if the model computes something else with it, or if the model's
-    own logits are not numbers.
+    "auto" selects the fastest path that passes the probe; any other path is accepted or refused. Raises ValueError if
+    the path is not available here, if its logits differ from the model's own logits, or if these are NaN or infinite.
     """
     if wanted not in ("auto", *PATHS):
         raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
     if wanted == "ragged" and not kernel_ops.run_on(model.device):
         raise ValueError(
-            f"attention='ragged' needs the Triton kernels, and {kernel_ops.obstacle(model.device)}. "
+            f"attention='ragged' needs the Triton kernels: {kernel_ops.obstacle(model.device)}. "
             "Use attention='auto', 'pad', 'split' or 'eager'"
         )
     _refuse_stateful(model)
@@ -90,9 +89,9 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     if wanted != "auto":
         hint = "Try attention='auto'."
     elif is_quantized(model):
-        hint = "Quantize weights alone: quantized activations turn differences of rounding into large ones."
+        hint = "Quantize only the weights; quantized activations amplify rounding differences."
     else:
-        hint = "Models with ALiBi positions or own masks are refused."
+        hint = "Models with ALiBi positions or their own masks are not supported."
     raise ValueError(f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). {hint}")
 
 
@@ -106,19 +105,19 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
     if stateful or unknown:
         detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
         raise ValueError(
-            f"{type(model).__name__} keeps more of a text than the keys and values of its tokens, such as a recurrent "
-            f"state or an index{detail}: a rejected draft cannot be rolled back by not writing. Use a model whose "
-            "layers are all plain attention."
+            f"{type(model).__name__} keeps other state than keys and values, such as a recurrent state or an "
+            f"index{detail}, and cannot roll this state back after a rejected draft. Use a model with attention "
+            "layers only."
         )
 
 
 def probe(model: PreTrainedModel, path: str) -> str | None:
-    """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
+    """Return None if the model's ragged passes equal its plain forward pass on this path, else the difference.
 
-    Three rows, two beyond every window and switch of the model, one before them, over a cache full of stale values;
-    those of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them,
-    compare logits. The model's own decoding with a cache has to equal the plain pass, too. The verdict is kept for the
-    model's `signature`; refusals under `torch.autocast`, and verdicts while the model is decoding, are not kept.
+    Three rows run over a cache full of stale values: two beyond every window and switch of the model, one before. Rows
+    of an encoder-decoder model read sources of different lengths. The probe runs the prefill, writes rejected tokens,
+    overwrites them and compares logits. The model's own decoding with a cache must equal the plain pass, too. Results
+    are cached by `signature`, except refusals under `torch.autocast` and results while the model is decoding.
     """
     known, key = _probed.setdefault(model, {}), (path, signature(model))
     if key not in known:
@@ -134,9 +133,8 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
 
 
 def signature(model: PreTrainedModel) -> int:
-    """Return a hash of what decides how a model computes: its modules, their plain attributes, configurations, dtypes,
-    devices, and autocast. Values of weights do not count, nor what an attention path of ours changes.
-    """
+    """Return a hash of a model's modules, their plain attributes, configurations, dtypes, devices, and autocast. Values
+    of weights and changes by `Switch` do not count."""
     kind = model.device.type
     parts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
     for name, module in model.named_modules():
@@ -154,41 +152,41 @@ def signature(model: PreTrainedModel) -> int:
 
 
 def _number(function: object) -> int:
-    """Return a number that no other function gets, as a new one may get the `id` of one that is gone."""
+    """Return a unique number of a function; its `id` could be reused after the function is deleted."""
     function = getattr(function, "__func__", function)
     try:
         return vars(function).setdefault("_bass_number", next(_numbers))
     except TypeError:
-        return id(function)  # None, built-in functions
+        return id(function)  # None and built-in functions
 
 
 def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) -> str | None:
-    """Return what goes wrong on a path, or None. Raises NotNumbers, and what a full memory raises."""
+    """Return the reason against a path, or None. Raises NotNumbers, InUse and errors of a full memory."""
     try:
         subject = _in_full_precision(model)
         error = _probe_error(subject, path)
         limit = max(_tolerance(dtype) for dtype in (subject.dtype, autocast) if dtype is not None)
         return None if error <= limit else f"its logits are off by {error:.1e} (allowed {limit:.0e})"
-    except Exception as exception:  # whatever a foreign architecture raises is the answer
+    except Exception as exception:  # any error of an unknown architecture is a reason
         if is_full(exception) or isinstance(exception, NotNumbers | InUse):
             raise
         return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
 
 
 class _Snapshot:
-    """Attributes, submodules, buffers and configurations of a model at one moment."""
+    """Attributes, submodules, buffers and configurations of a model at some time."""
 
     def __init__(self, model: PreTrainedModel):
         owners = [*model.modules(), *configurations(model)]
         self._tables = [(type(owner).__name__, vars(owner)) for owner in owners]
-        # Tables inside, such as _modules, _parameters, _buffers and rope_parameters.
+        # Nested tables, such as _modules, _parameters, _buffers and rope_parameters.
         self._tables += [(name, each) for name, table in self._tables for each in table.values() if type(each) is dict]
         self._found = [dict(table) for _, table in self._tables]
         self._buffers = [(each, each.clone()) for each in model.buffers() if each.numel() <= SMALL_BUFFER]
 
     @torch.inference_mode()
     def restore(self) -> list[str]:
-        """Restore everything, and return the modes and submodules that had changed, with their new values."""
+        """Restore everything, and return a description of each changed mode and submodule."""
         modes = []
         for (name, table), found in zip(self._tables, self._found, strict=True):
             for key in found.keys() & table.keys():
@@ -209,10 +207,10 @@ def _shown(value: object) -> str:
 
 
 def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
-    """A small model of half precision as a copy in float32, where faults do not hide behind rounding."""
+    """Return a float32 copy of a small half-precision model, because rounding hides faults; else return the model."""
     parameters = [each for each in model.parameters() if each.is_floating_point()]
     half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
-    decoding = path_of(model) is not None  # then parts of it are ours, and belong to this object
+    decoding = path_of(model) is not None  # a copy would share patched methods with the original
     if not half or decoding or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
         return model
     return in_dtype(copy.deepcopy(model), torch.float32)
@@ -223,9 +221,9 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, no window of the model, and no other length at which it changes what it does, is beyond `REACH`.
+    """Limit the model's windows and other switching lengths to `REACH` inside the context.
 
-    So a short text lies beyond them all. They are found by name, in configurations and modules.
+    A short text then exceeds all these lengths. The function finds them by name, in configurations and modules.
     """
     tables = [vars(each) for each in (*configurations(model), *model.modules())]
     tables += [each for table in tables for each in table.values() if type(each) is dict]  # rope_parameters
@@ -241,7 +239,7 @@ def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 @torch.inference_mode()
 def _probe_error(model: PreTrainedModel, path: str) -> float:
-    """Largest relative error of the ragged passes' logits."""
+    """Return the largest relative error of the ragged passes' logits."""
     vocabulary = model.config.get_text_config().vocab_size
     longest = min(BEYOND, (context_length(model) or math.inf) - MORE)
     lengths = [longest, min(BEFORE, longest - 1), min(BETWEEN, longest)]
@@ -251,10 +249,10 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     sources = None
     if model.config.is_encoder_decoder:
         sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)
-        if padding is not None:  # some have positions that do not count it
+        if padding is not None:  # some models compute positions without padding tokens
             ids[ids == padding] = 2 if padding != 2 else 3
     with ExitStack() as stack:
-        stack.enter_context(switch(model, path).on())  # no other thread sees what follows
+        stack.enter_context(switch(model, path).on())  # held until the end, so that no other thread uses the model
         stack.enter_context(within_reach(model))
         runner = stack.enter_context(Runner(model, path, max_rows=rows, capacity=longest + MORE))
         stack.enter_context(runner.prepared())
@@ -269,11 +267,11 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
 
 
 def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Source] | None) -> list[float]:
-    """Errors of ragged passes, and of the model's own decoding, against the model's plain passes."""
+    """Return the errors of ragged passes, and of the model's own decoding, relative to the model's plain passes."""
     model, rows = runner.model, len(lengths)
-    for _ in range(2):  # the first allocates
+    for _ in range(2):  # the first iteration allocates
         for buffer in runner.cache.buffers():
-            buffer.fill_(1e4)  # stale values that no query may see
+            buffer.fill_(1e4)  # stale values, masked for every query
         if sources is not None:
             runner.read(sources, range(rows))
         first = runner.feed_last(ids, lengths, max(lengths))  # [B, V]
@@ -284,11 +282,9 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
     reads = sources or [None] * rows
     expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
     if any((each.isnan() | (each == torch.inf)).any() for each in expected):
-        raise NotNumbers(
-            f"the own forward pass of {type(model).__name__} gives NaN or infinite logits; check its weights"
-        )
+        raise NotNumbers(f"the forward pass of {type(model).__name__} gives NaN or infinite logits; check its weights")
     errors = [_relative_error(first[b], expected[b][n - 1]) for b, n in enumerate(lengths)]
-    for submitted in ([MORE, 1, 2], [1, MORE, MORE]):  # the longest row submits most, and least
+    for submitted in ([MORE, 1, 2], [1, MORE, MORE]):  # the longest row submits most tokens, then fewest
         for packed in (False,) if runner.path == "eager" else (False, True):
             logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)
             errors += [
@@ -299,7 +295,7 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
 
 
 def _own_errors(model: PreTrainedModel, ids: Tensor, length: int, expected: Tensor) -> list[float]:
-    """Errors of the model's own decoding with a cache, as `generate` does it: some models have a window there alone."""
+    """Return the errors of the model's own decoding with a cache, because some models apply a window only there."""
     name, errors = internals.cache_argument(type(model)), []
     with as_found(model), evaluating(map(vars, model.modules())):
         try:
@@ -307,15 +303,15 @@ def _own_errors(model: PreTrainedModel, ids: Tensor, length: int, expected: Tens
             for at in range(length, length + MORE):
                 out = model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: out[internals.CACHE]})
                 errors.append(_relative_error(out.logits[0, -1], expected[at]))
-        except Exception as error:  # `generate` prepares more for this model
+        except Exception as error:  # this model needs inputs that `generate` prepares
             if is_full(error):
                 raise
     return errors
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference of one token's logits by their size, both as norms over the vocabulary; -inf equals -inf, and
-    NaN is an infinite error."""
+    """Return the norm of the difference between two tokens' logits, relative to the norm of `expected`. Equal
+    infinities do not differ, and NaN is an infinite error."""
     difference = torch.where(found == expected, 0.0, (found - expected).double()).norm(dim=-1)
     size = torch.where(expected.isfinite(), expected, 0.0).double().norm(dim=-1)
     errors = torch.where(difference == 0, 0.0, difference / size)
@@ -323,13 +319,13 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _sources(model: PreTrainedModel) -> list[Source]:
-    """Three that differ, shorter ones where the model takes any length."""
+    """Return three different sources, of different lengths if the model allows."""
     most = min(BEYOND, context_length(model) or BEYOND)
     return [made_up(model, length, seed) for seed, length in enumerate((most, most // 2, most // 2 + 1))]
 
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) -> Tensor:
-    """The model's own forward pass, in evaluation mode: [T, V]."""
+    """Return the logits of the model's own forward pass in evaluation mode: [T, V]."""
     inputs = {"input_ids": ids}
     if source is not None:
         read = source.inputs[None].to(model.device)

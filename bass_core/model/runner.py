@@ -1,8 +1,7 @@
 """A model bound to its ragged cache: one forward pass at a time, for target and draft alike.
 
-`feed` appends tokens to rows, each row its own number of them; `feed_last` picks these from the ends of rows (prefill,
-a draft catching up). Positions, write slots and the lengths that attention needs are worked out here, so that nobody
-else thinks about padding.
+`feed` appends tokens to rows, with a separate number for each row. `feed_last` feeds the last tokens of rows (prefill,
+or a draft model that catches up). Only this module computes positions, KV slots and padding.
 """
 
 from __future__ import annotations
@@ -21,57 +20,56 @@ from bass_core.model.encoder_decoder import Encoded, Source, Sources, encode
 from bass_core.model.forward_pass import Pass, Phase, running
 from bass_core.model.patching import Change
 
-BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
-EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
-PACKED_BELOW = 0.6  # share of [B, Q] that is submitted, below which packing repays its copies (two CPU cores)
+BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple
+EXTENT = 128  # KV lengths of fixed passes are rounded up to a multiple, on paths whose work grows with this length
+PACKED_BELOW = 0.6  # share of submitted tokens in [B, Q] below which packing repays its copies (two CPU cores)
 
 
 def packs(query_lengths: Sequence[int], width: int) -> bool:
-    """Whether a pass over rows that submit so many tokens each, of `width` at most, is worth packing."""
+    """Return True if packing pays for a pass of at most `width` tokens per row."""
     return 0 < sum(query_lengths) < PACKED_BELOW * len(query_lengths) * width
 
 
 def _places(ids: Tensor, starts: Tensor, counts: Tensor, scratch_kv_slot: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and slots [B, Q] of tokens, and the rows' ends [B], where row b submits its first counts[b]."""
+    """Return positions and KV slots [B, Q], and the rows' ends [B]. Row b submits its first counts[b] tokens."""
     ends = starts + counts
     wanted = starts[:, None] + torch.arange(ids.shape[1], device=ids.device)
     return *_within(wanted, ends, scratch_kv_slot), ends
 
 
 def _following(starts: Tensor, width: int) -> Tensor:
-    """start, start + 1, … of each row: [B, width]."""
+    """Return start, start + 1, … of each row: [B, width]."""
     first = starts[:, None]
     return first if width == 1 else first + torch.arange(width, device=starts.device)
 
 
 def _within(wanted: Tensor, ends: Tensor, scratch_kv_slot: int) -> tuple[Tensor, Tensor]:
-    """Positions and slots [B, Q] of tokens at the wanted positions, of which those from `ends` [B] on are padding."""
-    # A padding query repeats its row's last valid position: at the end of the context there is no next one.
+    """Return positions and KV slots [B, Q] of tokens at the wanted positions. Tokens from `ends` [B] on are padding."""
+    # A padding query repeats its row's last valid position, because the next one may exceed the context.
     positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
     return positions, wanted.where((wanted >= 0) & (wanted < ends[:, None]), scratch_kv_slot)
 
 
 class Layers:
-    """How a model's layers run: operator by operator here. `gpu.compiled_layers` has another strategy."""
+    """Runs a model's layers operator by operator. `gpu.compiled_layers` has another strategy."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
-        """model's passes go over `cache`."""
         self.changes: list[Change] = cpu_layers.changes(model) if model.device.type == "cpu" else []  # while switched
 
     def fixed(self) -> AbstractContextManager[None]:
-        """Hold around a pass of fixed shape."""
+        """Return the context of a pass with fixed shapes."""
         return nullcontext()
 
     def fused(self, function: Callable) -> Callable:
-        """Return a function of tensors that does the same, as one region where there is a compiler."""
+        """Return a function of tensors with the same result, compiled as one region if there is a compiler."""
         return function
 
 
 class Runner:
-    """`model` on an attention path, with a cache for `max_rows` rows of `capacity` positions.
+    """Runs `model` on an attention path, with a cache for `max_rows` rows of `capacity` positions.
 
-    A context manager: leaving it (or `release`) frees the cache. The model is changed (attention implementation,
-    evaluation mode) only inside `prepared` or a single pass, and left as it was found.
+    A context manager; leaving the context (or `release`) frees the cache. The model is changed (attention
+    implementation, evaluation mode) only inside `prepared` or a single pass, and restored afterwards.
     """
 
     def __init__(
@@ -84,8 +82,8 @@ class Runner:
         keeps_hidden: bool = False,
         suppressed: Sequence[int] = (),
     ):
-        """layers: how they run. keeps_hidden: the cache also keeps the hidden states of the model's last layer.
-        suppressed: ids whose logits are -inf."""
+        """layers: strategy for running the layers. keeps_hidden: store the hidden states of the model's last layer,
+        too. suppressed: ids whose logits are -inf."""
         self.model = model
         self.path = path
         reads = model.config.is_encoder_decoder
@@ -96,16 +94,16 @@ class Runner:
         self._hidden: TokenStates | None = self.cache.token_states("hidden") if keeps_hidden else None
         self.layers = layers(model, self.cache)
         self.bucket = BUCKET if model.device.type == "cuda" else 1
-        self._adapters: tuple[str, ...] = ()  # by name, and peft's layers that have them
+        self._adapters: tuple[str, ...] = ()  # names of adapters, and the peft layers with adapters
         self._adapted: list[torch.nn.Module] = []
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
-        self.context = architectures.context_length(model)  # positions; None: it does not say
+        self.context = architectures.context_length(model)  # positions, or None if the config does not say
         self._switch = architectures.switch(model, path, self._hidden, self.layers.changes)
-        self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
+        self._shared: tuple[tuple, ...] = ()  # values that the layers share within a pass
 
     @property
     def adapters(self) -> list[tuple]:
-        """Which adapters apply now, layer by layer, and how much: recorded passes have those of their recording."""
+        """Return the state of the adapters, layer by layer. A captured pass is valid only for the state at capture."""
         if (named := tuple(getattr(self.model, "peft_config", ()))) != self._adapters:
             inside = (each for each in self.model.modules() if not isinstance(each, PreTrainedModel))
             self._adapters, self._adapted = named, [each for each in inside if hasattr(each, "disable_adapters")]
@@ -126,7 +124,7 @@ class Runner:
         self.release()
 
     def prepared(self) -> AbstractContextManager[None]:
-        """Keep the model switched to this runner's path for many passes; nests."""
+        """Keep the model switched to this runner's path for many passes. Contexts may be nested."""
         return nullcontext() if self._switch.is_on else self._switch.on()
 
     def feed(
@@ -144,19 +142,18 @@ class Runner:
         features: Tensor | None = None,
         prompt: int | None = None,
     ) -> Tensor:
-        """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
+        """Return the logits [B, Q, V] of each row's tokens at positions start, start + 1, …
 
-        ids: int64 [B, Q], of which row b submits the first query_lengths[b], less those at negative positions. Logits
-        beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. batch_slots:
-        where the rows live, from batch slot 0 on if None. packed: whether the model sees the submitted tokens alone, as
-        one row;
-        None: where that saves enough (`packs`; the path `eager` cannot). features: [B, Q, H], for models
-        that read such. prompt: how long the prompt is of which this is a chunk.
+        ids: int64 [B, Q]. Row b submits its first query_lengths[b] tokens, except at negative positions. Other logits
+        are meaningless. starts: int64 [B]. starts_host: the same numbers on the host. batch_slots: the rows' batch
+        slots, from 0 on if None. packed: pass only the submitted tokens to the model, as a single row. None: pack if
+        this pays (`packs`). The path `eager` does not support packing. last_only: return only the last logits,
+        [B, 1, V]. features: [B, Q, H], for models that read hidden states. prompt: length of the prompt, if the pass
+        reads a chunk of a prompt.
 
-        starts_host=None: nothing is known on the host (query_lengths is a tensor), the shapes are all that such a pass
-        depends on, and it can be compiled and recorded. It then looks at `max_kv_length` slots. An ordinary pass has to
-        come
-        first: it makes the cache's buffers, and shows what the layers share.
+        With starts_host=None, the host knows nothing, query_lengths is a tensor, and the pass reads `max_kv_length` KV
+        slots. The pass then depends only on shapes, and can be compiled and captured. An ordinary pass must run before,
+        to allocate the cache and to determine the values that layers share.
         """
         known, (rows, width) = starts_host is not None, ids.shape
         batch_slots = range(rows) if batch_slots is None else batch_slots
@@ -188,10 +185,10 @@ class Runner:
         features: Tensor | None = None,
         prompt: int | None = None,
     ) -> Tensor:
-        """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
+        """Feed each row's last `count` tokens (or all, if fewer), and return the logits [B, V] after the last token.
 
-        tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
-        positions that the cache already holds writes the same values again. features [B, count, H], prompt: as in
+        tokens: int64 [B, >= max length], each row's tokens from position 0. lengths: number of tokens of each row.
+        Positions that the cache already holds are rewritten with the same values. features [B, count, H], prompt: see
         `feed`.
         """
         starts = torch.tensor(lengths, device=tokens.device) - count  # [B]
@@ -207,29 +204,30 @@ class Runner:
         return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
 
     def read(self, sources: Sequence[Source] | Encoded, batch_slots: range) -> Encoded:
-        """Encode what the rows in these batch slots read; their next pass, which has to be theirs alone, writes it into
-        the cache. sources: of each row, or what an encoder has made of them."""
+        """Encode and return the sources of the rows in these batch slots. The next pass must run over exactly these
+        rows, and writes the keys and values. sources: the rows' sources, or encoder states."""
         with self.cache.explaining(), self.prepared():
             encoded = sources if isinstance(sources, Encoded) else encode(self.model, sources)
         self.sources.read(encoded, batch_slots)
         return encoded
 
     def hidden(self, batch_slots: range) -> Tensor | None:
-        """What the last layer has left of each token [B, slots, H], where it is kept."""
+        """Return the stored hidden states of the last layer, [B, slots, H], or None."""
         return None if self._hidden is None else self._hidden.of(batch_slots)
 
     @property
     def capacity(self) -> int:
-        """How many positions a row can have: those that the cache holds, as far as the model's context goes."""
+        """The maximum number of positions per row: the cache's capacity, or a shorter context of the model."""
         return min(self.cache.kv_slots - 1, self.context or self.cache.kv_slots)
 
     def max_kv_length(self, longest: int) -> int:
-        """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
-        the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
+        """Return the KV length of a pass with fixed shapes, for rows of at most `longest` tokens. The ragged kernel
+        reads each row's own length, so the passes cover the whole cache. Other paths use few lengths, because each
+        length requires another capture."""
         return self.capacity if self.path == "ragged" else min(self.capacity, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
-        """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
+        """Return flat indices [T] into [B, Q] of the submitted tokens. On CUDA, T is rounded up: shapes repeat."""
         flat = [row * width + offset for row, length in enumerate(query_lengths) for offset in range(length)]
         flat += [len(query_lengths) * width] * (-len(flat) % self.bucket)
         return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
@@ -238,7 +236,7 @@ class Runner:
         fixed = current.kv_lengths is None
         with self.cache.explaining(), self.prepared(), self.layers.fixed() if fixed else nullcontext():
             for kind in self._shared if fixed else ():
-                current.once(*kind)  # before the layers, of which compiled code sees one at a time
+                current.once(*kind)  # before the layers, because compiled code sees one layer at a time
             logits = self.run_model(ids, current)
         if self._suppressed is not None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
@@ -247,7 +245,7 @@ class Runner:
         return logits
 
     def run_model(self, ids: Tensor, current: Pass) -> Tensor:
-        """Return the model's logits of one pass: [B, Q, V], or [B, 1, V] of the last query token. At padding they are
+        """Return the logits of a pass: [B, Q, V], or [B, 1, V] for the last query token. Logits of padding are
         meaningless. ids: int64 [B, Q]."""
         with running(current):
             self.cache.current = current
@@ -255,7 +253,7 @@ class Runner:
         return logits[:, -1:] if current.last_only else current.unpack(logits)
 
     def _inputs(self, ids: Tensor, current: Pass) -> dict:
-        """Return what the model's forward takes in this pass. A packed pass gives the model ids [1, T]."""
+        """Return the arguments of the model's forward for this pass. A packed pass has ids [1, T]."""
         model, kind = self.model, type(self.model)
         mask = _eager_masks(model, current) if self.path == "eager" else None
         if self.sources is None:
@@ -283,15 +281,12 @@ class Runner:
 
 
 def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Tensor]:
-    """Additive 4-D mask [B, 1, Q, max_kv_length]; one per layer type for models that mix them.
-
-    A single plain mask would be silently wrong for sliding-window models.
-    """
+    """Return the additive mask [B, 1, Q, max_kv_length], or one per layer type for models with several types."""
     config = model.config.get_text_config()
 
     def mask(window: int | None = None, chunk: int | None = None) -> Tensor:
         hidden = ~current.visible(window, chunk)[:, None]
-        # The smallest finite number, as transformers does: some models add masks up, and -inf twice is NaN.
+        # The smallest finite number, as in transformers: some models add masks, and twice -inf gives NaN.
         lowest = torch.finfo(model.dtype).min
         return torch.zeros(hidden.shape, dtype=model.dtype, device=hidden.device).masked_fill_(hidden, lowest)
 

@@ -1,7 +1,7 @@
-"""All that this library reads of transformers beyond its documented interface.
+"""All uses of transformers beyond its documented interface.
 
-Holds for transformers 5.17 to 5.24; `make test` runs on the newest, `make test-oldest` on the oldest. A release may
-rename any of these. Then change this module and the bounds in pyproject.toml together.
+Valid for transformers 5.17 to 5.24; `make test` uses the newest release and `make test-oldest` the oldest. If a release
+renames something, change this module and the bounds in pyproject.toml together.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-ATTENTION = "_attn_implementation_internal"  # field of a config: the attention implementation of its model
+ATTENTION = "_attn_implementation_internal"  # config field with the attention implementation
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a convolution state
-ROTATE = "apply_rotary_pos_emb"  # global function that attention modules call
-CACHE_NAMES = ("cache", "past_key_values")  # of a pass's input and output: since 5.24, and before
+ROTATE = "apply_rotary_pos_emb"  # global function in the modules of attention layers
+CACHE_NAMES = ("cache", "past_key_values")  # argument and output of a pass, from 5.24 on and before
 CACHE = CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(LlamaForCausalLM.forward).parameters]  # in this release
 QUANTIZATION_METHODS = (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes")  # bitsandbytes has two names
 
@@ -29,7 +29,7 @@ QUANTIZATION_METHODS = (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes")  # bi
 
 @functools.cache
 def forward_names(kind: type) -> frozenset[str]:
-    """Return the argument names of a model class's `forward`, including those that `**kwargs` hands to a base class."""
+    """Return the argument names of a model class's `forward`, including names passed to a base class by `**kwargs`."""
     names: set[str] = set()
     for parameters in _forwards(kind):
         names |= parameters.keys()
@@ -40,7 +40,7 @@ def forward_names(kind: type) -> frozenset[str]:
 
 @functools.cache
 def cache_argument(kind: type) -> str:
-    """Return the name under which a model class's `forward` takes its cache, by its most derived signature."""
+    """Return the name of the cache argument in a model class's most derived `forward`."""
     for parameters in _forwards(kind):
         for name in CACHE_NAMES:
             if name in parameters:
@@ -67,12 +67,12 @@ def is_short_convolution(module: nn.Module) -> bool:
 
 
 def is_position_table(module: nn.Module) -> bool:
-    """Return True for a table of learned positions (BART and its relatives)."""
+    """Return True for a table of learned positions (such as BART's)."""
     return isinstance(module, nn.Embedding) and "Positional" in type(module).__name__
 
 
 def sinusoidal_width(module: nn.Module) -> int | None:
-    """Return the width of a module that computes sinusoidal positions (M2M-100 and its relatives), else None."""
+    """Return the width of a module with computed sinusoidal positions (such as M2M-100's), else None."""
     if "Positional" not in type(module).__name__ or isinstance(module, nn.Embedding):
         return None
     takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
@@ -80,23 +80,23 @@ def sinusoidal_width(module: nn.Module) -> int | None:
 
 
 def has_relative_bias(module: nn.Module) -> bool:
-    """Return True for a decoder's module with a relative position bias (T5 and its relatives)."""
+    """Return True for a decoder's module with a relative position bias (such as T5's)."""
     return hasattr(type(module), "compute_bias") and module.is_decoder
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Return True if transformers marks the model as one whose state cannot be cropped."""
+    """Return True if transformers marks the model's state as impossible to crop."""
     return getattr(model, "_is_stateful", False)
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Return True if a hook of accelerate fetches this module's weights for each pass."""
+    """Return True if accelerate loads this module's weights for each pass."""
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
 
 
 def ignored_tensors(model: PreTrainedModel) -> list[str]:
-    """Return patterns of checkpoint tensors that the model does not read."""
+    """Return the patterns of checkpoint tensors ignored by the model."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
@@ -105,7 +105,7 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
+    """Convert the model in place and return it. Flash attention becomes sdpa in dtypes other than half precision."""
     model.to(dtype)
     if dtype not in (torch.float16, torch.bfloat16) and "flash" in attention_implementation(model.config):
         model.set_attn_implementation("sdpa")
@@ -113,10 +113,8 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return True if the model was loaded with quantized weights. Such weights keep their dtype and layout.
-
-    transformers dequantizes GGUF files as it reads them.
-    """
+    """Return True if the model was loaded with quantized weights, which keep their dtype and layout. transformers
+    dequantizes GGUF files during loading."""
     return getattr(model, "is_quantized", False) and getattr(model, "quantization_method", None) != "gguf"
 
 
@@ -124,9 +122,9 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
 
 def generate_argument(name: str) -> Any:
-    """Return a local variable of the `generate` call that runs in this thread, None outside of one.
+    """Return a local variable of the `generate` call that runs in this thread, or None outside of `generate`.
 
-    `generate` hands neither `assistant_model` nor `streamer` to a callable `custom_generate`.
+    A callable `custom_generate` receives neither `assistant_model` nor `streamer`.
     """
     theirs, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
     while frame is not None and frame.f_code is not theirs:
@@ -135,15 +133,15 @@ def generate_argument(name: str) -> Any:
 
 
 def is_callers_cache(cache: Any) -> bool:
-    """Return True if the caller of `generate` passed this cache; `generate` marks it."""
+    """Return True if the caller of `generate` passed this cache; `generate` marks the cache."""
     return getattr(cache, "_is_user_defined", False)
 
 
 def padding_id(config: GenerationConfig) -> int | None:
-    """Return the padding id that `generate` has resolved."""
+    """Return the padding id resolved by `generate`."""
     return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
 def generation_defaults() -> dict[str, Any]:
-    """Return the options that `generate` takes where a config sets none."""
+    """Return `generate`'s defaults for options without a value in the config."""
     return GenerationConfig._get_default_generation_params()

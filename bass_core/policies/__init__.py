@@ -1,4 +1,4 @@
-"""How many tokens to draft. `protocol` holds the interface, a fixed length and the paper's Algorithm 1.
+"""Decide how many tokens to draft. `protocol` has the interface, a fixed length and the paper's Algorithm 1.
 
-`goodput` is the default policy, which goes by the measured times in `costs`. A new policy is a file here.
+`goodput` is the default policy, based on the measured times in `costs`. Each new policy is a file here.
 """

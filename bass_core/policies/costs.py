@@ -1,13 +1,13 @@
-"""What a decode step costs: measured times of passes on a grid, and linear interpolation between them.
+"""Cost of a decode step: measured times of passes on a grid, with linear interpolation.
 
-A step of B rows that draft k tokens each is one target pass over k + 1 tokens of every row, a draft phase (a pass over
-two tokens, then k - 1 passes over one, measured as a whole: a processor's caches make each pass a little faster than
-the one before) and everything outside the models' passes: plan, sampling, verification, commit.
-`CostModel` holds these three for a pair of models on a device; `calibration` measures them, `costs_for` finds what was
-measured before, `predict` adds up the steps of a run.
+A step of B rows that draft k tokens each has three parts: a target pass over k + 1 tokens of every row, a draft phase,
+and everything outside the models' passes (plan, sampling, verification, commit). A draft phase is a pass over two
+tokens, then k - 1 passes over one. It is measured as a whole, because a processor's caches make each pass a little
+faster than the previous one. `CostModel` holds these parts for a pair of models on a device. `calibration` measures
+them, `costs_for` finds earlier measurements, and `predict` adds up the steps of a run.
 
-Nothing is smoothed and nothing is made monotone: GPUs round shapes up to tiles, so that times climb in stairs, and a
-policy has to see them. A grid shows the stairs where it has points.
+Times are neither smoothed nor made monotone. GPUs round shapes up to tiles, so times grow in stairs. Policies need to
+see the stairs, as far as the grid has points.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ FIELDS: checks.Kinds = {
     "device": str,
     "models": dict,
     "synthetic": bool,
-    "measured": dict,  # where and how: the environment of `records`, temperature, repeats
+    "measured": dict,  # environment of `records`, temperature, repeats
     "target_passes": dict,
-    "draft_phases": (dict, type(None)),  # null: drafts cost no pass
+    "draft_phases": (dict, type(None)),  # null: drafting takes no pass
     "overheads": dict,
 }
 MODEL_FIELDS: checks.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
@@ -49,10 +49,10 @@ Number = float | np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Seconds on a grid. axes: increasing numbers of each dimension by name; seconds: one value per grid point.
+    """Seconds on a grid. axes: increasing numbers of each dimension by name. seconds: one value per grid point.
 
-    Called with one number or array per axis: linear between grid points in every dimension; below the first point its
-    value; beyond the last linear again, but never less than the value at the grid's edge.
+    A call takes one number or array per axis. Values are linear between grid points in every dimension, and constant
+    below the first point. Beyond the last point they are linear again, but never below the value at the grid's edge.
     """
 
     axes: dict[str, tuple[float, ...]]
@@ -79,7 +79,6 @@ class Table:
         return found
 
     def _linear(self, cells: list[tuple[Number, Number, Number]]) -> Number:
-        """Multilinear between the corners of each point's cell, and beyond them."""
         total = 0.0
         for corner in product((False, True), repeat=len(cells)):
             share, index = 1.0, []
@@ -91,32 +90,32 @@ class Table:
 
     @classmethod
     def of(cls, axes: dict[str, Sequence[float]], seconds: Callable[..., float]) -> Table:
-        """seconds(*point) at every point of the grid."""
+        """Return a table of seconds(*point) for every point of the grid."""
         shape = tuple(map(len, axes.values()))
         return cls(axes, np.array([seconds(*point) for point in product(*axes.values())]).reshape(shape))
 
     def to_dict(self) -> dict:
-        """Axes and seconds as JSON has them."""
+        """Return axes and seconds for JSON."""
         axes = {name: np.asarray(points).tolist() for name, points in self.axes.items()}
         return axes | {"seconds": self.seconds.tolist()}
 
     @classmethod
     def from_dict(cls, document: dict, axes: tuple[str, ...]) -> Table:
-        """What `to_dict` gave. Raises ValueError for anything else."""
+        """Return the table for a result of `to_dict`. Raises ValueError for anything else."""
         if missing := [name for name in (*axes, "seconds") if name not in document]:
             raise ValueError(f"a table lacks {', '.join(missing)}")
         try:
             seconds = np.array(document["seconds"], dtype=float)
             return cls({name: tuple(document[name]) for name in axes}, seconds)
         except TypeError as error:
-            raise ValueError(f"a table holds what is no number: {error}") from error
+            raise ValueError(f"a table contains a value that is no number: {error}") from error
 
 
 def _cell(points: tuple[float, ...], x: Number) -> tuple[Number, Number, Number]:
-    """Indices of the two points around x, the last two beyond them, and how far x is from the first to the second."""
+    """Return the indices of the points around x (the last two beyond the grid), and the position of x between them."""
     if len(points) == 1:
         return np.zeros(np.shape(x), int), np.zeros(np.shape(x), int), np.zeros(np.shape(x))
-    if isinstance(x, int | float):  # a simulation asks for one step after the other
+    if isinstance(x, int | float):  # fast path for simulations of single steps
         x = max(x, points[0])
         lower = min(bisect.bisect_right(points, x) - 1, len(points) - 2)
     else:
@@ -126,7 +125,7 @@ def _cell(points: tuple[float, ...], x: Number) -> tuple[Number, Number, Number]
 
 
 class Cost(Protocol):
-    """Seconds of a decode step's parts; arguments are numbers or arrays that broadcast (see `CostModel`). Hashable."""
+    """Seconds of a decode step's parts. Hashable. Arguments are numbers or arrays that broadcast (see `CostModel`)."""
 
     def target(self, batch, query_length, kv_length): ...
 
@@ -142,12 +141,12 @@ class CostModel:
     """Seconds of a decode step's parts, for a pair of models on a device.
 
     models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
-    target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None
-    where drafting takes no pass of a model. overheads: over batch and draft length.
-    is_synthetic: computed rather than measured. measured: where and how.
+    target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None if
+    drafting takes no model pass. overheads: over batch and draft length.
+    is_synthetic: computed instead of measured. measured: environment of the measurement.
 
-    Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
-    pass, one less than its tokens; for rows of different lengths see `kv_of_rows`.
+    Arguments may be arrays that broadcast together. kv_length: cached positions of each row before the target pass, one
+    less than the row's tokens. For rows of different lengths see `kv_of_rows`.
     """
 
     device: str
@@ -159,44 +158,44 @@ class CostModel:
     measured: dict = field(default_factory=dict)
 
     def target(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
-        """Seconds of a target pass over `query_length` tokens of each of `batch` rows."""
+        """Return the seconds of a target pass over `query_length` tokens of each of `batch` rows."""
         return self.target_passes(batch, query_length, kv_length)
 
     def draft(self, batch: Number, k: Number, kv_length: Number) -> Number:
-        """Seconds of the passes that draft k tokens for each row: the first feeds two tokens, the others one.
+        """Return the seconds of the passes that draft k tokens per row: the first feeds two tokens, the others one.
 
-        After steps without drafts the first pass feeds more, which is left out.
+        After steps without drafts, the first pass feeds more tokens. This cost is neglected.
         """
         if self.draft_phases is None:
             return np.zeros(np.broadcast(batch, k, kv_length).shape)[()]
         return np.where(np.greater(k, 0), self.draft_phases(batch, k, kv_length), 0.0)[()]
 
     def overhead(self, batch: Number, k: Number) -> Number:
-        """Seconds of a step outside the two models' passes: plan, sampling, verification, commit."""
+        """Return the seconds of a step outside the models' passes: plan, sampling, verification, commit."""
         return self.overheads(batch, k)
 
     def step(self, batch: Number, k: Number, kv_length: Number) -> Number:
-        """Seconds of a decode step that drafts k tokens for each row; k = 0 is regular decoding."""
+        """Return the seconds of a decode step that drafts k tokens for each row; k = 0 is regular decoding."""
         passes = self.target(batch, np.add(k, 1), kv_length) + self.draft(batch, k, kv_length)
         return passes + self.overhead(batch, k)
 
     @property
     def acceptance(self) -> Sequence[int] | None:
-        """Drafts that were accepted, and steps that ended with one refused, where a calibration has looked at texts."""
+        """The numbers of accepted drafts and of steps that ended with a rejection, if the calibration decoded texts."""
         return self.measured.get("acceptance")
 
     @property
     def kv_of_rows(self) -> str:
-        """What stands for rows of different KV lengths: "max" where attention pads to the longest, else "mean"."""
+        """KV length used for rows of different lengths: "max" if attention pads to the longest row, else "mean"."""
         return "max" if self.models["target"]["attention"] in ("pad", "eager") else "mean"
 
     @property
     def file_name(self) -> str:
-        """Where `costs_for` looks for it: device and models as a file name."""
+        """The file name for `costs_for`: device and models."""
         return file_name(self.device, *(self.models[role]["fingerprint"] for role in ("target", "draft")))
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the costs as JSON."""
         document = {"schema": SCHEMA, "device": self.device, "models": self.models, "synthetic": self.is_synthetic}
         document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
         document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
@@ -205,27 +204,27 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """Read what `save` wrote. Raises ValueError naming the file and what is wrong with it."""
+        """Read a file of `save`. Raises ValueError with the file name and the error."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             checks.check_fields(document, FIELDS, ())
             if document["schema"] != SCHEMA:
-                raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
+                raise ValueError(f"the file is not of schema {SCHEMA}")
             for role in ("target", "draft"):
                 checks.check_fields(document["models"].get(role), MODEL_FIELDS, ())
             seen = document["measured"].get("acceptance")
             if seen is not None and not (
                 isinstance(seen, list) and [type(each) for each in seen] == [int, int] and min(seen) >= 0 < max(seen)
             ):
-                raise ValueError(f"acceptance must be how many drafts were accepted and refused, got {seen!r}")
+                raise ValueError(f"acceptance must be the numbers of accepted and rejected drafts, got {seen!r}")
             draft = document["draft_phases"]
             tables = {
                 "target_passes": Table.from_dict(document["target_passes"], PASS_AXES),
                 "draft_phases": None if draft is None else Table.from_dict(draft, PHASE_AXES),
                 "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
             }
-        except ValueError as error:  # of JSON and of Unicode, too
-            raise ValueError(f"{path} holds no costs: {error}; measure them anew with `bass calibrate`") from error
+        except ValueError as error:  # including JSON and Unicode errors
+            raise ValueError(f"{path} holds no costs: {error}; measure the costs with `bass calibrate`") from error
         plain = {name: document[name] for name in ("device", "models", "measured")}
         return cls(**plain, **tables, is_synthetic=document["synthetic"])
 
@@ -239,9 +238,9 @@ def models_code(target: str, draft: str) -> str:
     return hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]
 
 
-# --- what policies ask ----------------------------------------------------------------------------
+# --- costs for policies ---------------------------------------------------------------------------
 
-KV_STEP = 64  # positions: KV lengths are rounded to multiples, so that few times are computed
+KV_STEP = 64  # KV lengths are rounded to multiples, so that few times are computed
 
 
 def step_seconds(cost: Cost, limit: int, rows: RowsView) -> np.ndarray:
@@ -250,12 +249,12 @@ def step_seconds(cost: Cost, limit: int, rows: RowsView) -> np.ndarray:
 
 
 def rounded_kv_length(cost: Cost, rows: RowsView) -> int:
-    """Return the KV length that stands for these rows, the longest or the mean one, rounded to `KV_STEP`."""
+    """Return the longest or the mean KV length of these rows (see `kv_of_rows`), rounded to `KV_STEP`."""
     lengths = rows.lengths.tolist()
     by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
     return KV_STEP * round((max(lengths) if by_longest else sum(lengths) / len(lengths)) / KV_STEP)
 
 
-@functools.lru_cache(maxsize=1024)  # shared by all policies on the same costs
+@functools.lru_cache(maxsize=1024)  # shared by all policies with the same costs
 def _step_seconds(cost: Cost, limit: int, batch: int, kv_length: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(cost.step(batch, np.arange(limit + 1), kv_length), dtype=float), limit + 1)

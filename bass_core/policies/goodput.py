@@ -1,7 +1,7 @@
 """The default policy: the draft length with the most expected tokens per second, by measured costs.
 
-Expected tokens follow from each row's acceptance probability α (`RowAlphas`, `expected_tokens`), seconds from the cost
-model (`step_seconds`). Length 0 is a candidate, so decoding falls back to regular steps where drafts do not pay.
+Expected tokens follow from each row's acceptance probability α (`RowAlphas`, `expected_tokens`), and seconds from the
+cost model (`step_seconds`). Length 0 is a candidate, so decoding returns to regular steps if drafts do not pay.
 (Lengths by goodput: Liu et al. 2024, SmartSpec. Expected tokens: Leviathan et al. 2023, equation 1.)
 """
 
@@ -17,21 +17,21 @@ from torch import Tensor
 from bass_core.policies.costs import Cost, step_seconds
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
-PRIOR = 2.0, 0.7  # accepted and refused drafts that stand for a pair that was not calibrated
-FORMER = 8.0  # drafts: largest weight of a calibration, and of rows that ended
-DECAY = 0.96  # of the weight of earlier drafts: of a row per step, of rows that ended per comparison without drafts
-LEAN = 12.0  # drafts: weight of all rows' acceptance rate in the α of each row
+PRIOR = 2.0, 0.7  # accepted and rejected drafts assumed for a pair without calibration
+FORMER = 8.0  # drafts: largest weight of a calibration, and of ended rows
+DECAY = 0.96  # factor of old counts: for a row per step, for ended rows per comparison without drafts
+LEAN = 12.0  # drafts: weight of the common acceptance rate in each row's α
 SPREAD = 24.0  # drafts: certainty of α in `expected_tokens`
-PROBED = 4  # one row in so many drafts in a probe: the draft model has to read what the row missed
-RECHECK = 8  # steps without drafts after which costs are compared again: KV lengths grow
-STRAGGLING = 8  # power of a row's remaining steps in its weight: the last row ends the batch
+PROBED = 4  # a probe drafts in one of so many rows, because the draft model must read all missed tokens
+RECHECK = 8  # steps without drafts between comparisons of costs, because KV lengths grow
+STRAGGLING = 8  # exponent of a row's remaining steps in its weight: the last row ends the batch
 
 
 class RowAlphas:
-    """Acceptance probability α of each live row: its own rate, shrunk towards the rate of all rows.
+    """Acceptance probability α of each live row: the row's own rate, shrunk towards the rate of all rows.
 
-    counts: float [2, B], accepted drafts and refusals of each row, older steps weighing less. former: float [2], the
-    same of rows that ended; `expected` before the first one ends.
+    counts: float [2, B], accepted drafts and rejections of each row, with less weight for older steps. former: float
+    [2], the same for ended rows; `expected` before the first row ends.
     """
 
     def __init__(self, expected: Sequence[float] = PRIOR):
@@ -45,7 +45,7 @@ class RowAlphas:
         return accepted / (accepted + refused)
 
     def follow(self, ids: np.ndarray) -> None:
-        """Set the live rows, in this order. Rows that ended join `former`, new rows begin without counts."""
+        """Set the live rows, in this order. Ended rows join `former`, and new rows begin without counts."""
         if ids.tolist() == self.ids.tolist():
             return
         places = {row: place for place, row in enumerate(self.ids.tolist())}
@@ -55,24 +55,24 @@ class RowAlphas:
         self.former = former * min(1.0, FORMER / former.sum())
 
     def update(self, accepted: np.ndarray, refused: np.ndarray) -> None:
-        """Count one step: accepted drafts of each row, and whether one was refused, [B] each."""
+        """Count a step: accepted drafts of each row, and True for a rejection, [B] each."""
         self.counts = DECAY * self.counts + (accepted, refused)
 
     def fade(self) -> None:
-        """Move what rows that ended showed towards `expected`: no draft has confirmed it lately."""
+        """Move the counts of ended rows towards `expected`, because no draft has confirmed them recently."""
         self.former = self.expected + DECAY * (self.former - self.expected)
 
 
 @dataclass
 class Goodput(DraftLengthPolicy):
-    """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
+    """The draft length with the most expected tokens per second; 0, regular decoding, if drafts do not pay.
 
-    cost: seconds of steps, `CostModel` or another `Cost`. limit: longest draft. probe: steps without drafts after which
-    a step drafts one token in some rows, to see whether drafts pay by now. Each further probe takes twice as many
-    steps, until one is accepted or drafts pay. No probe comes where less than that is left to write.
+    cost: seconds of steps, `CostModel` or another `Cost`. limit: longest draft. probe: number of steps without drafts
+    before a probe, a step that drafts one token in some rows to test whether drafts pay again. Each further probe waits
+    twice as long, until a probe is accepted or drafts pay. No probe runs with fewer tokens left, unless rows joined.
 
-    Rows that need many more steps weigh more (`weigh`) until rows join the batch. α begins with what calibration saw.
-    In a session it begins with what earlier rows showed; where those did not draft, the first step is a probe.
+    Rows with many more steps to go weigh more (`weigh`), until rows join the batch. α begins with the calibration's
+    counts, or in a session with the counts of earlier rows. If drafts do not pay by these, the first step is a probe.
     """
 
     cost: Cost = field(repr=False)
@@ -88,7 +88,7 @@ class Goodput(DraftLengthPolicy):
     def _reset(self) -> None:
         self.k = self.idle = 0  # draft length of the last step, steps without drafts since the last draft
         self.next_probe, self.probing = self.probe, False
-        self.resting = False  # True if the next step drafts nothing, whatever this one brings
+        self.resting = False  # True if the next step drafts nothing, independent of this step
         self.batch = 0  # rows of the last step for which goodputs were computed
         self.joined = False  # True once rows joined the batch
 
@@ -97,7 +97,7 @@ class Goodput(DraftLengthPolicy):
             self.joined, self.batch = True, 0
             return
         self._reset()
-        if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():  # a session's later rows
+        if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():  # later rows of a session
             self.idle = self.probe
         else:
             self.alphas = RowAlphas(self.alphas.expected)
@@ -139,9 +139,9 @@ class Goodput(DraftLengthPolicy):
         return self.weigh(rows, tokens) @ tokens / step_seconds(self.cost, self.limit, rows)[: len(lengths)]
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
-        """Return the weight of each row's tokens, [B]; the sum is B. tokens: [B, K], expected of each draft length.
+        """Return the weight of each row's tokens, [B], with sum B. tokens: [B, K], expected for each draft length.
 
-        A batch ends with its last row, so rows weigh by the steps that they need at the last draft length. Once rows
+        The last row ends the batch, so rows weigh by the number of steps to go at the last draft length. After rows
         have joined, all weigh the same.
         """
         if self.joined:
@@ -153,9 +153,9 @@ class Goodput(DraftLengthPolicy):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         if not drafted.any():
             return
-        # what was planned and not drafted counts as refused: an n-gram lookup that found nothing
+        # planned but missing drafts count as rejected, for example without an n-gram match
         tried, accepted = self.wanted, accepted.numpy()
-        if self.probing and 2 * accepted.sum() > tried.sum():  # drafts pay by now, so earlier counts are out of date
+        if self.probing and 2 * accepted.sum() > tried.sum():  # drafts pay again, so old counts are out of date
             self.alphas.counts, self.alphas.former = 0 * self.alphas.counts, np.array(PRIOR)
             self.next_probe = self.probe
         self.alphas.update(accepted, accepted < tried)

@@ -1,7 +1,7 @@
-"""How many tokens to draft next: the policy interface, a fixed length, and the paper's Algorithm 1.
+"""Draft-length policies: the interface, a fixed length, and the paper's Algorithm 1.
 
-What a policy may see keeps decoding exact (non-anticipation): the past, the drafts' distributions, other rows, but
-never a drafted token before it is submitted. The engine passes nothing else.
+Decoding stays exact because a policy sees only the past, the drafts' distributions and other rows. A policy never sees
+a draft token before it is submitted (non-anticipation). The engine passes nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowsView:
-    """The live rows as a policy sees them before a step; numpy arrays of one entry per row.
+    """The live rows before a step, as numpy arrays with one entry per row.
 
-    ids: row ids (the output index). steps: decode steps the row has taken, 0 right after its prefill. lengths,
-    generated: committed tokens with the prompt and without. remaining: tokens the row may still emit.
+    ids: row ids (the output index). steps: decode steps of the row so far, 0 right after the prefill. lengths,
+    generated: committed tokens with and without the prompt. remaining: tokens that the row may still emit.
     """
 
     ids: np.ndarray
@@ -33,36 +33,35 @@ class RowsView:
 
 @dataclass(frozen=True)
 class Signals:
-    """What is known before x_j is drawn. Entropy and maximum are the draft's own, unprocessed, at temperature 1."""
+    """Information before x_j is drawn. Entropy and maximum are the draft's own, unprocessed, at temperature 1."""
 
-    slot: int  # j - 1: how many tokens of this step are already drafted
+    slot: int  # j - 1: number of tokens drafted in this step
     entropy: Tensor  # [B], nats
     maximum: Tensor  # [B], largest probability
     drafting: Tensor  # bool [B], rows that have not stopped
 
 
 class HiddenDraft:
-    """A step's drafts, all drawn and none of them shown: what a policy may know before it submits each.
+    """The drafts of a step. A policy learns the probability of a token only by submitting the token.
 
-    lengths: int64 [B], how many each row has drafted; submitted: int64 [B], how many of them are submitted so far. Both
-    are read-only.
+    lengths: int64 [B], drafted tokens of each row. submitted: int64 [B], submitted tokens so far. Both are read-only.
     """
 
     def __init__(self, lengths: np.ndarray, maxima: np.ndarray, chances: np.ndarray):
-        """maxima, chances: [B, K], the draft model's largest probability for each token and that of the token itself,
-        unprocessed, at temperature 1."""
+        """maxima, chances: [B, K], the draft model's largest probability in each slot and the probability of the token
+        itself, unprocessed, at temperature 1."""
         self._lengths, self._submitted = lengths.copy(), np.zeros_like(lengths)
         self.lengths, self.submitted = self._lengths.view(), self._submitted.view()
         self.lengths.flags.writeable = self.submitted.flags.writeable = False
         self._maxima, self._chances = maxima, chances
-        self.chances = np.full(chances.shape, np.nan)  # [B, K], of the submitted tokens; NaN elsewhere
+        self.chances = np.full(chances.shape, np.nan)  # [B, K], for submitted tokens; NaN elsewhere
 
     def maximum(self, row: int) -> float:
-        """Largest probability for the row's next draft, known before it was drawn. Raises IndexError: there is none."""
+        """Return the largest probability of the row's next draw. Raises IndexError if no draft is left."""
         return float(self._maxima[row, self._next(row)])
 
     def submit(self, row: int) -> float:
-        """Submit the row's next draft, and learn its probability. Raises IndexError if there is none."""
+        """Submit the row's next draft token and return its probability. Raises IndexError if no draft is left."""
         slot = self._next(row)
         self._submitted[row] += 1
         self.chances[row, slot] = self._chances[row, slot]
@@ -80,13 +79,13 @@ class DraftLengthPolicy(ABC):
     Policies keep state between steps and never read the clock.
     """
 
-    # keep_drafting(signals), asked before each x_j is drawn: bool [B], False stops a row before x_j; or int64 [B], the
-    # rows' draft lengths from what is known now (j: x_j is the last, no pass of the draft follows). A row that stopped
-    # stays stopped. None: not asked, which spares the draft's entropies and a copy to the host per draft pass.
+    # keep_drafting(signals) is called before each x_j is drawn. It returns bool [B] (False stops a row before x_j) or
+    # int64 [B], draft lengths by the current information (j: x_j is the last, no draft pass follows). A stopped row
+    # stays stopped. With None, the engine skips the draft's entropies and a copy to the host per draft pass.
     keep_drafting: Callable[[Signals], Tensor] | None = None
 
-    # choose(hidden), asked when all rows have drafted with a model: submits some of the drafts, one by one, each row's
-    # in their order; the others are dropped unseen. None: all are submitted.
+    # choose(hidden) is called after all rows have drafted with a model. It submits drafts individually, in each row's
+    # order; the rest is dropped unseen. With None, all drafts are submitted.
     choose: Callable[[HiddenDraft], None] | None = None
 
     def __repr__(self) -> str:
@@ -94,28 +93,28 @@ class DraftLengthPolicy(ABC):
 
     @property
     def asks_while_drafting(self) -> bool:
-        """Whether drafting has to stop for this policy's answers."""
+        """True if drafting waits for this policy's answers."""
         return self.keep_drafting is not None or self.choose is not None
 
     def start(self, rows: RowsView) -> None:
-        """Rows were admitted: a decode begins (all steps are 0), or rows join one."""
+        """Called after rows were admitted: a decode begins (all steps are 0), or rows join a running one."""
 
     @abstractmethod
     def plan(self, rows: RowsView) -> int | Tensor:
-        """k for this step, or one k per row (int64 [B])."""
+        """Return k for this step, or a k for each row (int64 [B])."""
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        """What each row submitted and had accepted in this step, int64 [B] each, on the host: copies."""
+        """Receive the submitted and the accepted draft tokens of each row in this step: host copies, int64 [B] each."""
 
     def predict_next(self) -> int | None:
-        """Asked after `plan`: what it will say for the next step whatever this one brings, unless rows end; None: that
-        depends. On a GPU a predicted step begins before this one is read. One predicted wrongly is undone."""
+        """Return the next step's plan if independent of this step's results (unless rows end), else None. Called after
+        `plan`. On a GPU, a predicted step begins before this step's results are read; a wrong prediction is undone."""
         return None
 
 
 @dataclass
 class FixedLength(DraftLengthPolicy):
-    """Always k."""
+    """Always drafts k tokens."""
 
     k: int
 
@@ -132,10 +131,10 @@ class FixedLength(DraftLengthPolicy):
 
 @dataclass
 class BassHeuristic(DraftLengthPolicy):
-    """The paper's Algorithm 1: one draft length for the batch, grown while some row accepts all of it.
+    """The paper's Algorithm 1: one draft length for the batch, which grows while some row accepts all of it.
 
-    Growth by `increment`; otherwise it shrinks by ceil(l / modulus), one more from the second miss in a row on, but
-    never below what any row accepted. Constants are the paper's empirical values (from a public re-implementation).
+    The length grows by `increment`. Otherwise it shrinks by ceil(l / modulus), and by one more from the second miss in
+    a row on, but never below the largest accepted length. Constants: the paper's, from a public re-implementation.
     """
 
     initial: int = 7
@@ -161,7 +160,7 @@ class BassHeuristic(DraftLengthPolicy):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         most_drafted, most_accepted = int(drafted.max()), int(accepted.max())
         if most_drafted == 0:
-            return  # every row was about to end: nothing was learnt
+            return  # every row was about to end
         if most_accepted == most_drafted:
             self.length, self.shrinking = min(self.length + self.increment, self.limit), 0
         else:
@@ -170,11 +169,11 @@ class BassHeuristic(DraftLengthPolicy):
 
 
 def expected_tokens(alpha: float | np.ndarray, most: int, seen: float = math.inf) -> np.ndarray:
-    """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
+    """Return the expected tokens of a step with 0, 1, … `most` drafts, including the target's token: [..., most + 1].
 
-    alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
-    seen: α is Beta distributed as if it were known of so many drafts, since it is, or since it varies along a text;
-    infinite: it is certain. The fewer, the likelier is a long run against α^k: its first drafts speak for the others.
+    alpha [...]: probability that a draft is accepted if all before were (Leviathan et al. 2023, equation 1).
+    seen: certainty of α (Beta distributed) as a number of observed drafts, because α is estimated and varies along a
+    text. Infinite: certain. Lower certainty makes long runs likelier than α^k: accepted drafts raise the estimate.
     """
     own, others = _shares(most, seen)
     return (np.asarray(alpha)[..., None] * own + others).cumprod(-1).cumsum(-1)
@@ -182,13 +181,13 @@ def expected_tokens(alpha: float | np.ndarray, most: int, seen: float = math.inf
 
 @functools.lru_cache
 def _shares(most: int, seen: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of 1 and the chances of drafts 1 … `most` if all before were accepted: how much of each is α, and how much 1."""
+    """Return the weights that interpolate each position's acceptance probability between α and 1."""
     before = np.arange(most) / seen
     return np.append(0, 1 / (1 + before)), np.append(1, before / (1 + before))
 
 
 def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
-    """The policy that an argument means: an int is a fixed length, None the one that needs to know nothing, k = 5.
+    """Return the policy for a draft_length argument: an int is a fixed length, None is the fixed length 5.
 
     Raises TypeError for anything else, ValueError for a negative length.
     """
@@ -204,10 +203,10 @@ def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy
 
 
 def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.ndarray]:
-    """Draft length per row as the policy planned it, and cut to what the row may still emit. int64 [B] each.
+    """Return each row's planned draft length, and the length limited by the row's remaining tokens: int64 [B] each.
 
-    One place of the remaining tokens belongs to the target's own, so no position runs past the row's end.
-    Raises ValueError for a plan that is negative or of the wrong shape.
+    The target's own token is among the remaining tokens, so no position exceeds the row's end.
+    Raises ValueError for a plan with negative lengths or of the wrong shape.
     """
     shape = rows.remaining.shape
     plan = k.cpu().numpy() if isinstance(k, Tensor) else np.asarray(k)
@@ -219,7 +218,7 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.nda
 
 
 def cut_lengths(lengths: np.ndarray, answer: Tensor, slot: int) -> np.ndarray:
-    """Draft lengths [B] after the answer of `keep_drafting` with `slot` tokens drafted: never longer than before.
+    """Return the draft lengths [B] after an answer of `keep_drafting` with `slot` tokens drafted; lengths never grow.
 
     Raises ValueError for an answer of another kind or shape.
     """
