@@ -97,11 +97,12 @@ bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ends after
 pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)
 	$(BIN)/bass pictures
 
-lint: .venv/.installed-test ## check format, style, imports, and lines against their budgets
+lint: .venv/.installed-test ## check format, style, imports, line budgets and prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYTHONPATH=.:kernels $(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/support/budgets.py
+	$(BIN)/python tests/support/prose.py
 
 embedded-pair: .venv/.installed-notebooks ## train the embedded models again (two hours on two cores; goes on where it was cut off)
 	$(BIN)/python -m bass_lab.pair.training
