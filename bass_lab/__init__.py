@@ -1,6 +1,6 @@
-"""The laboratory around `bass_core`: measure, check, simulate, draw, teach.
+"""Tools around `bass_core`: measurement, checks, simulation, figures, lessons.
 
-Names are imported on first use: torch takes seconds, for which `bass --help` need not wait. `__init__.pyi` lists them.
+`__init__.pyi` lists the names. Names load on first use: importing torch takes seconds, and `bass --help` must be fast.
 """
 
 import ast

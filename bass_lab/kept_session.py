@@ -1,4 +1,4 @@
-"""`generate` as an engineer would call it who decodes again and again: what a session has recorded, it keeps."""
+"""`generate` for repeated calls. The session stays open and keeps its captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bass_core.loop.trace import StepEvent, Trace
 from bass_core.prompts import PromptLike, prompts_of
 from bass_core.session import Session
 
-MOST = 6  # runs until nothing is recorded: a shape is met in one run and recorded in the next, and rows may end anew
+MOST = 6  # runs until no graph is captured: a run meets a new shape, and the next run captures the graph
 
 
 class HasSession:
-    """What may have a session that stays."""
+    """Base of objects that may keep a session between calls."""
 
     session: Session | None
 
     @property
     def recordings(self) -> int:
-        """How many functions were met or recorded so far: a run in which it grows takes longer than later ones."""
+        """Return the number of functions met or captured so far. A run that increases this number is a slow run."""
         return 0 if self.session is None else self.session.device_step.recordings
 
     def close(self) -> None:
@@ -34,16 +34,14 @@ class HasSession:
 
 
 class KeptSession(HasSession):
-    """`generate` with one session for all calls, so that steps are recorded once. A context manager: leaving it frees
-    the caches."""
+    """`generate` with a session for all calls: steps are captured once. Leaving the context frees the caches."""
 
     def __init__(self, pair: ModelPair, rows: int, **options: object):
-        """rows: at most. options: those of `Session` and `generate` but for `seed`. Raises TypeError for others, and as
-        `Session`."""
+        """rows: the maximum batch size. options: as for `Session`, without `seed` and `prefill_chunk` (TypeError)."""
         if unknown := [name for name in options if name in ("seed", "prefill_chunk")]:
             raise TypeError(f"KeptSession takes no {unknown[0]}")
         self.pair, self.options = pair, {"max_batch_size": rows} | options
-        self.started = self.seconds = 0.0  # of the last run: by time.perf_counter, and how long it took
+        self.started = self.seconds = 0.0  # start (time.perf_counter) and duration of the last run
         self.session: Session | None = Session(pair, **self.options)
         if not self.session.device_step.records:
             self.session.close()
@@ -66,16 +64,16 @@ class KeptSession(HasSession):
         time_budget: float | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
     ) -> Generation:
-        """As `generate`: the same prompts and texts. (A Ctrl-C raises KeyboardInterrupt, without the rows so far.)"""
+        """Generate as `generate` does. With a session, Ctrl-C raises KeyboardInterrupt without rows."""
         how = {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences, "seed": seed}
-        synchronize(self.pair.device)  # nothing left over from before is counted
+        synchronize(self.pair.device)  # earlier work is not part of this run's time
         self.started = time.perf_counter()
         if self.session is None:
             how |= self.options | {"time_budget": time_budget, "on_step": on_step}
             found = generate(self.pair, prompts, **how)
         else:
             ends, handles = deadline(time_budget), self.submit(prompts, **how)
-            self._broken = True  # rows that have not ended would go on in the next run
+            self._broken = True  # after an error, unfinished rows would continue in the next run
             with self.session.prepared() if on_step is None else nullcontext():
                 for event in steps_until(self.session, handles, ends):
                     if on_step is not None:
@@ -86,7 +84,7 @@ class KeptSession(HasSession):
         return found
 
     def settled(self, prompts: PromptLike | Iterable[PromptLike], **options: object) -> Generation:
-        """The first run of these in which nothing is recorded, or the last of `MOST`; elsewhere the first."""
+        """Repeat the run until no graph is captured, at most `MOST` times. Return the last run."""
         for _ in range(MOST):
             before = self.recordings
             found = self(prompts, **options)
@@ -102,13 +100,13 @@ class KeptSession(HasSession):
         seed: int,
         num_return_sequences: int = 1,
     ) -> list[Request]:
-        """The rows of a run, with a trace of its own."""
+        """Start a new trace and submit the rows of a run."""
         samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
         each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(samples)]
         if self._broken:
             self.session.close()
             self.session = Session(self.pair, **self.options)
-        session, self._broken = self.session, True  # what is submitted is part of the next run, if there is an error
+        session, self._broken = self.session, True  # after an error, submitted rows would join the next run
         session.drafter.forget()
         session.trace = Trace(session.trace.level, **session.trace.meta)
         handles = [
@@ -119,13 +117,12 @@ class KeptSession(HasSession):
         return handles
 
     def reserve(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> None:
-        """Make room for runs of these: what is recorded is recorded anew where memory has to grow."""
+        """Allocate the caches for runs of `prompts`. Larger caches later would invalidate captured graphs."""
         if self.session is not None:
             self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
 
     def _reserve(self, longest: int) -> None:
-        # Later it grows with rows that need it, to twice as much where there is room.
-        if not self.session.rows.capacity:
+        if not self.session.rows.capacity:  # later the session doubles its capacity when a row needs more
             self.session.reserve(longest)
 
     def _read(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> list[Prompt]:
@@ -133,5 +130,5 @@ class KeptSession(HasSession):
 
     @property
     def rounds(self) -> int:
-        """Runs of the same texts until nothing is recorded: one meets a shape, the next records it."""
+        """Number of warm-up runs: with CUDA graphs, a run meets a shape and the next captures the graph."""
         return 1 if self.session is None else 3

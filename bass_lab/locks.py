@@ -1,18 +1,15 @@
-"""Files and folders that one process writes at a time. A lock goes with its process, however that ends."""
+"""Lock files and folders for a single process. The system releases a lock when the process ends for any reason."""
 
 from __future__ import annotations
 
 
 def lock(descriptor: int, *, wait: bool = True) -> None:
-    """Hold an open file or folder for this process alone, until it is closed.
+    """Lock an open file or folder for this process until the descriptor is closed.
 
-    wait: for another that holds it; else raises BlockingIOError. Raises OSError where the system has no such locks.
+    wait: wait for a process that holds the lock; otherwise raise BlockingIOError. Raises OSError on Windows.
     """
     try:
         import fcntl
     except ImportError:
-        raise OSError(
-            "what is written here has to be locked against other processes, which takes Linux or macOS: on Windows, "
-            "run this in WSL"
-        ) from None
+        raise OSError("file locks need Linux or macOS; on Windows, run this in WSL") from None
     fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

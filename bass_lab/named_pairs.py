@@ -1,6 +1,6 @@
-"""Pairs of known sizes by name, with the weights of their checkpoints or with random ones.
+"""Model pairs by name, with the weights of their checkpoints or with random (dummy) weights.
 
-Time and memory of a pass depend on shapes alone. Pairs with dummy weights write noise and are `synthetic`.
+The time and memory of a pass depend on shapes alone. Pairs with dummy weights generate noise and are `synthetic`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WEIGHTS = ("hub", "dummy")
 
 @dataclass(frozen=True)
 class Shape:
-    """Configs of a target and its draft for `AutoConfig.for_model`; ids on the hub (None: never published); about:
-    their origin."""
+    """Configs of a target and its draft model for `AutoConfig.for_model`. about: the origin of the sizes. ids: hub ids,
+    or None if the weights were never published."""
 
     about: str
     ids: tuple[str, str] | None
@@ -50,15 +50,15 @@ def named_pair(
     trust_remote_code: bool = False,
     **files: Any,
 ) -> ModelPair:
-    """Return `bass_core.load_pair`'s pair, a pair of `SHAPES` by its name, or models with dummy weights.
+    """Return the pair of `bass_core.load_pair`, a named pair of `SHAPES`, or models with dummy weights.
 
-    target: a name ("paper-7.8b", "opt-13b", "codegen-16b", "llama-3.1-8b", "qwen2.5-coder-7b"), which brings its own
-    draft unless `draft` names another, or what `load_pair` takes. "./opt-13b" is the folder, not the name.
+    target: a name ("paper-7.8b", "opt-13b", "codegen-16b", "llama-3.1-8b", "qwen2.5-coder-7b") or a target of
+    `load_pair`. A named pair brings its own draft model unless `draft` is given. "./opt-13b" is a folder, not a name.
     weights: "hub", or "dummy" for random weights made on the device, without download or tokenizer (prompts are ids).
-    Other options as in `load_pair`; files (for weights that are read): quantization_config, revision, draft_revision.
+    Other options as in `load_pair`. files (only with "hub"): quantization_config, revision, draft_revision.
 
-    Raises ValueError where `load_pair` does, for weights that were never published and for dummy weights without a
-    config; MemoryError where dummy weights do not fit on the device.
+    Raises ValueError as `load_pair`, for unpublished weights, and for dummy weights without a config. Raises
+    MemoryError if dummy weights do not fit on the device.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
@@ -67,7 +67,7 @@ def named_pair(
         if target is None and draft is None:
             target, draft = ASSETS / "target", ASSETS / "draft"
         if files:
-            raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
+            raise ValueError(f"weights='dummy' reads no checkpoint: leave out {', '.join(files)}")
         device, dtype = place(device, dtype)
         pair = _dummy_pair(target, draft, dtype, device, trust_remote_code)
         return pair if quantize is None else pair.quantized(quantize)
@@ -78,12 +78,11 @@ def named_pair(
 
 
 def _published(name: str, draft: str | Path | Drafter | None) -> tuple[str, str | Path | Drafter]:
-    """Return the target's id, and the draft that was asked for or else the pair's own."""
     ids = SHAPES[name].ids
     if ids is None:
         raise ValueError(
-            f"the models of {name!r} were never published; weights='dummy' builds models of their sizes with random "
-            f"weights, and these come with weights: {', '.join(other for other in SHAPES if SHAPES[other].ids)}"
+            f"the weights of {name!r} were never published: use weights='dummy' for random weights, or a pair with "
+            f"published weights: {', '.join(other for other in SHAPES if SHAPES[other].ids)}"
         )
     return ids[0], ids[1] if draft is None else draft
 
@@ -106,15 +105,15 @@ def _dummy_pair(
     if kind := kind_of_copy(draft):
         draft = quantized(model, kind)
     elif isinstance(draft, PreTrainedConfig):
-        draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
+        draft = dummy_model(draft, seed=1, **options)  # another seed: models of equal shape must differ
     return ModelPair(model, draft)
 
 
 def _stored_config(folder: str | Path | None, trust_remote_code: bool) -> PreTrainedConfig:
     if folder is None or not (Path(folder) / "config.json").is_file():
         raise ValueError(
-            f"weights='dummy' builds models from configs, and {str(folder)!r} is no folder with a config.json; "
-            f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
+            f"weights='dummy' needs a config, and {str(folder)!r} is no folder with a config.json; "
+            f"name a folder with a config.json, or one of these pairs as the target: {', '.join(SHAPES)}"
         )
     try:
         check_config(PreTrainedConfig.get_config_dict(folder)[0], trust_remote_code)
@@ -124,7 +123,7 @@ def _stored_config(folder: str | Path | None, trust_remote_code: bool) -> PreTra
 
 
 def named_config(shape: dict[str, Any], name: str) -> PreTrainedConfig:
-    """The config of a model of `SHAPES`, called `name` where models are named."""
+    """Return the config of a model of `SHAPES`, with `name` as its `name_or_path`."""
     config = AutoConfig.for_model(**shape)
     config.name_or_path = name
     return config
@@ -138,11 +137,10 @@ def dummy_model(
     seed: int,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Return a model in evaluation mode with random weights, made on the device in its dtype ("auto": the config's
-    own).
+    """Return a model in evaluation mode with random weights, made on the device. dtype "auto": the config's dtype.
 
-    Weights are drawn as for training, so that activations stay finite and logits differ. The same seed gives the same
-    weights on one kind of device; the caller's random state stays. The config is marked (`has_dummy_weights`). Raises
+    Weights are initialized as for training: activations stay finite and logits differ. A seed gives the same weights on
+    one kind of device. The caller's random state does not change. The config is marked (`has_dummy_weights`). Raises
     ValueError for an unknown dtype and for a config of no causal language model.
     """
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
@@ -151,10 +149,10 @@ def dummy_model(
         model = AutoModelForCausalLM.from_config(config, **options)
     _check_memory(model, device)
     model.to_empty(device=device)
-    model.tie_weights()  # moving has untied them
+    model.tie_weights()  # `to_empty` unties weights
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
+        model.init_weights()  # as in `from_pretrained`: position tables, too, are computed in float32
     model.config.dummy_weights = True
     return model.eval()
 
@@ -167,6 +165,6 @@ def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise MemoryError(
-            f"{model.config.name_or_path or type(model).__name__} takes {needed / 1e9:,.0f} GB in {model.dtype}, and "
+            f"{model.config.name_or_path or type(model).__name__} needs {needed / 1e9:,.0f} GB in {model.dtype}, and "
             f"{device} has {there / 1e9:,.0f} GB"
         )

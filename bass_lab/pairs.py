@@ -1,4 +1,4 @@
-"""What the laboratory asks of a pair: what to call it, what it can hold, the same pair in another dtype."""
+"""Helpers for model pairs: display names, context length, available drafters, conversion to another dtype."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from bass_lab.drafters.layer_skip import LayerSkipDrafter
 
 
 def require_decoder(pair: ModelPair) -> None:
-    """Raises ValueError for a pair whose target reads sources: what asks for this goes over texts alone."""
+    """Raise ValueError if the target is an encoder-decoder model."""
     if pair.reads_sources:
-        raise ValueError(f"this is for decoder-only targets, and {name_of(pair.target)} reads sources")
+        raise ValueError(f"this needs a decoder-only target, and {name_of(pair.target)} is an encoder-decoder model")
 
 
 def require_draft_model(pair: ModelPair) -> None:
-    """Raises ValueError for a pair without a decoder-only draft model."""
+    """Raise ValueError for a pair without a decoder-only draft model."""
     require_decoder(pair)
     if not isinstance(pair.draft, PreTrainedModel):
         raise ValueError(f"this needs a draft model, got {name_of(pair.draft)}: name one, or use the embedded pair")
 
 
 def context_of(pair: ModelPair) -> float:
-    """Tokens that fit into the shorter of the models' contexts; infinite where neither has an end."""
+    """Return the shorter context length of the two models in tokens, or infinity if neither has a limit."""
     return min(pair.contexts.values(), default=math.inf)
 
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
-    """The pair with its models in that dtype: itself, or a pair of copies. Raises ValueError for quantized ones."""
+    """Return the pair, or a copy of the pair in `dtype`. Raises ValueError for quantized models of another dtype."""
     if all(model.dtype == dtype for model in pair.models):
         return pair
     if any(map(is_quantized, pair.models)):
@@ -45,7 +45,7 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
         raise ValueError(
             f"this needs {wanted}, and quantized models cannot be cast: load {pair!r} with dtype={wanted!r}"
         )
-    target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
+    target, draft = deepcopy((pair.target, pair.draft))  # together: target and draft may be the same model
     copies = replace(pair, target=target, draft=draft)
     for model in copies.models:
         transformers_internals.in_dtype(model, dtype)
@@ -53,8 +53,8 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
 
 
 def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
-    """Return what may draft for the pair's target, by name: its own draft first, then those without training. The
-    embedded target adds the drafts that were trained for it, and its own INT4 copy."""
+    """Return the available drafters of the pair's target by name: its own draft, then drafters without training. For
+    the embedded target, the trained drafts and its INT4 copy follow."""
     layers = pair.target.config.get_text_config().num_hidden_layers
     own = pair.drafter if pair.draft is None else pair.draft
     found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
@@ -70,7 +70,7 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
 
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
-    """Return a name for people: class, hub name or folder, quantization, dummy weights; a drafter's fingerprint."""
+    """Return a display name: class, hub name or folder, quantization, dummy weights; a drafter's fingerprint."""
     if not isinstance(model, PreTrainedModel):
         return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)

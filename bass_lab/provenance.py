@@ -1,4 +1,4 @@
-"""Where a figure was measured: device, versions, commit."""
+"""Describe the environment of a measurement: device, versions, commit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import transformers
 from bass_core import __version__
 from bass_core.environment import processor
 
-HERE = "bass_lab/provenance.py"  # in this project's own repository
+HERE = "bass_lab/provenance.py"  # path of this file in the project's repository
 
 
 def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
-    """Where a figure was measured: device, cores, versions, commit. device: None is the GPU where there is one."""
+    """Return device, cores, threads, versions and commit. device: None is the GPU if CUDA is available."""
     cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else processor(),
@@ -33,7 +33,7 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def _commit() -> str:
-    """Return BASS_COMMIT, or the commit of this project's own repository (+ a hash of differences), or ""."""
+    """Return BASS_COMMIT, or the commit of the project's repository (+ a hash of local changes), or ""."""
     if told := os.environ.get("BASS_COMMIT"):
         return told
     try:
@@ -47,7 +47,7 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints, empty after an error. It only looks: no index is renewed, no program of a repository started."""
+    """Return the output of git, empty after an error. The call takes no locks and starts no file-system monitor."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     said = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent).stdout
     return said.decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""How MkDocs sees this repository: pages where they lie, links to code at the code's host, and lists in docstrings."""
+"""Prepare this repository for MkDocs: stage pages, link to the code's host, format docstrings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = (
     "docs/teaching/*.md",
     "docs/*.css",
     "pictures/*.png",
-    "kernels/README.md",
+    "kernels/*.md",
     "bass_core/assets/DATA_CARD.md",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?!https?:|#)[^)#\s]+)(?:#[^)\s]*)?\)")
@@ -25,7 +25,7 @@ ARGUMENTS = re.compile(r"^(?=[a-z]\w*(?:, [a-z]\w*)*(?: \([^)\n]*\))?(?:, \w+ \(
 
 
 def on_config(config):
-    """Everything that has a place in the site, copied to where MkDocs can read it as one folder."""
+    """Copy all pages of the site into one folder for MkDocs."""
     staged = ROOT / "build/site-source"
     shutil.rmtree(staged, ignore_errors=True)
     for path in (path for pattern in FILES for path in ROOT.glob(pattern)):
@@ -42,12 +42,12 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links to what is no page lead to the code's host, or are words where there is none."""
+    """Point links outside the site to the code's host, or remove the link if there is no host."""
 
     def linked(match: re.Match) -> str:
         there = (ROOT / page.file.src_uri).parent / match["target"]
         uri = there.resolve().relative_to(ROOT).as_posix()
-        if files.get_file_from_path(uri) is not None or not there.exists():  # what does not exist is MkDocs' to refuse
+        if files.get_file_from_path(uri) is not None or not there.exists():  # MkDocs reports missing files
             return match[0]
         return f"[{match['text']}]({config['repo_url']}/blob/main/{uri})" if config["repo_url"] else match["text"]
 
@@ -55,23 +55,23 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Lessons link to pages of lessons, and load nothing from a network."""
+    """Link lessons to the pages of lessons, and remove scripts from a network."""
     html = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', html)
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", html)
 
 
 class ArgumentsAsList(Extension):
-    """Docstrings say `name: what it is` on lines of their own: a list."""
+    """Format the arguments of docstrings (`name: description`) as a list."""
 
     def on_object(self, *, obj: Object, **kwargs) -> None:
         if obj.docstring:
             obj.docstring.value = as_list(obj.docstring.value)
 
     def on_package(self, *, pkg: Module, **kwargs) -> None:
-        pkg.docstring = None  # it says where what is, to readers of the code
+        pkg.docstring = None  # the package docstring describes the code's folders
 
 
 def as_list(docstring: str) -> str:
-    """The docstring with its lines `name: what it is` as items of a Markdown list."""
+    """Return the docstring with the `name: description` lines as a Markdown list."""
     lines = re.sub(r"(?<=[.!?]) (?=[a-z]\w*: )", "\n", docstring)
     return re.sub(r"^(?!- )(.+\n)(?=- )", r"\1\n", ARGUMENTS.sub("- ", lines), flags=re.MULTILINE)

@@ -1,7 +1,7 @@
-"""`bass doctor`: what is installed here, what the devices can do, and which attention paths a pair of models gets.
+"""`bass doctor`: report the installation, the devices, and the attention paths of a pair of models.
 
-Nothing is guessed from names: dtypes are tried with a product, attention paths by the probe that the engine itself
-relies on, cache sizes by a forward pass.
+All facts are measured: dtypes with a matrix product, attention paths with the engine's probe, cache sizes with a
+forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bass_lab.pairs import name_of
 from bass_lab.provenance import describe_environment
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-OPTIONAL = {  # package: what there is not without it
+OPTIONAL = {  # package: the feature that needs the package
     "triton": "Triton kernels (attention 'ragged')",
     "plotly": "figures (bass_lab.show.plots, the lessons)",
     "ipywidgets": "live controls (bass_lab.lessons.l00_figures)",
@@ -46,11 +46,11 @@ def diagnose(
     device: str | None = None,
     quantize: str | dict[str, str] | None = None,
 ) -> dict:
-    """Return this installation and that pair (None: the embedded one) as a document of JSON values.
+    """Return a description of this installation and a pair (None: the embedded pair) as JSON values.
 
-    The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
-    target and draft (None: no model); drafter; tokenizers; draft_length: the default policy; problem: why they cannot
-    be used, or None.
+    Keys: the keys of `describe_environment`; cuda: torch's CUDA version; devices; packages (None: not installed);
+    target and draft (None: no model); drafter; tokenizers; draft_length: the default policy; problem: the reason why
+    the pair cannot be used, or None.
     """
     environment = describe_environment()
     document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}
@@ -65,19 +65,19 @@ def diagnose(
         document["drafter"] = None if "draft" in models else name_of(pair.draft)
         document["tokenizers"] = _tokenizers(pair)
         document["draft_length"] = repr(policy_for(pair, None))
-        paths = [probe.resolve(model) for model in pair.models]  # raises for a model that gets no path
+        paths = [probe.resolve(model) for model in pair.models]  # raises for a model without an attention path
         vocabulary = pair.target.config.get_text_config().vocab_size
-        pair.drafter.begin(Setting(pair.target, paths, 1, vocabulary))  # raises for one that the target does not suit
+        pair.drafter.begin(Setting(pair.target, paths, 1, vocabulary))  # raises for a drafter that does not fit
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
         document["problem"] = _one_line(error)
     return document
 
 
 def report(document: dict) -> dict[str, dict[str, str]]:
-    """What `diagnose` found, in words: facts by name, by what they are about."""
+    """Return the findings of `diagnose` as text: section -> name -> fact."""
     versions = {name: document[name] or "unknown" for name in ("python", "torch", "transformers", "bass", "commit")}
     packages = {
-        name: found or f"not installed; without it no {OPTIONAL[name]}" for name, found in document["packages"].items()
+        name: found or f"not installed; needed for {OPTIONAL[name]}" for name, found in document["packages"].items()
     }
     devices = {"processor": f"{document['cores']} cores, torch uses {document['threads']} threads"}
     devices |= {name: _device_line(device) for name, device in document["devices"].items()}
@@ -94,7 +94,7 @@ def _pair_facts(document: dict) -> dict[str, str]:
     if document["draft"] is None:
         facts["draft"] = document["drafter"]
     known = document["draft_length"].startswith(Goodput.__name__)
-    why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
+    why = "costs are measured" if known else "costs are not measured on this device; run `bass calibrate`"
     return facts | {"draft length": f"{document['draft_length']} by default; {why}"}
 
 
@@ -110,19 +110,19 @@ def _model_facts(model: dict) -> dict[str, str]:
     facts = {
         "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}{linear}",
         "weights": f"{model['weight_bytes'] / 1e9:.3g} GB",
-        "context": f"{model['context']} positions" if model["context"] else "the model does not say",
+        "context": f"{model['context']} positions" if model["context"] else "not given in the model's config",
         "vocabulary": f"{model['vocabulary']} ids",
     }
     if model["kv_bytes_per_position"]:
         row = model["kv_bytes_per_row"]
         full = f", {row / 1e9:.3g} GB per row of full context" if row else ""
         facts["KV cache"] = f"{model['kv_bytes_per_position']:,} bytes per position{full}"
-    facts["attention"] = f"auto takes {model['path']}" if model["path"] else "no path works"
+    facts["attention"] = f"auto selects {model['path']}" if model["path"] else "no path works"
     return facts | {f"  {path}": answer for path, answer in model["attention"].items()}
 
 
 def _devices(first: str) -> dict[str, dict]:
-    """By torch's name of the device: its name, dtypes, and on a GPU memory (GB) and driver. first: the first's name."""
+    """Return name, dtypes, memory (GB) and driver per torch device. first: the name of the first device."""
     on_gpu = torch.cuda.is_available()
     name = (platform.processor() or platform.machine()) if on_gpu else first
     devices = {"cpu": {"name": name, "dtypes": _dtypes("cpu")}}
@@ -138,7 +138,7 @@ def _devices(first: str) -> dict[str, dict]:
 
 
 def _dtypes(device: str) -> dict[str, str]:
-    """By name: "ok", "emulated" or "no", from a matrix product."""
+    """Try a matrix product in each dtype and return "ok", "emulated" or "no" by dtype name."""
     answers = {}
     for name in DTYPES:
         try:
@@ -152,7 +152,7 @@ def _dtypes(device: str) -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, None where its tool is missing."""
+    """Return the version of the NVIDIA driver, or None without nvidia-smi."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -171,7 +171,7 @@ def _packages() -> dict[str, str | None]:
 
 
 def _describe(model: PreTrainedModel) -> dict:
-    """Sizes, the answer of every attention path ("ok" or why not) and bytes of keys and values in all layers."""
+    """Return sizes, the probe result of every attention path ("ok" or the reason), and KV bytes over all layers."""
     answers = {path: _answer(model, path) for path in attention.PATHS}
     try:
         chosen = probe.resolve(model)
@@ -205,7 +205,7 @@ def _answer(model: PreTrainedModel, path: str) -> str:
 
 @torch.inference_mode()
 def _kv_bytes(model: PreTrainedModel, path: str) -> int:
-    """Bytes of one position's keys and values, read off the buffers of a pass over two tokens."""
+    """Return the KV bytes of one position, from the cache buffers of a pass over two tokens."""
     with Runner(model, path, max_rows=1, capacity=2) as runner:
         if model.config.is_encoder_decoder:
             runner.read([made_up(model, 1)], range(1))
@@ -215,11 +215,11 @@ def _kv_bytes(model: PreTrainedModel, path: str) -> int:
 
 
 def _tokenizers(pair: ModelPair) -> str:
-    """What `ModelPair` has made sure of."""
+    """Describe the tokenizers. `ModelPair` has checked that shared ids are the same tokens."""
     if pair.draft_tokenizer is None:
-        return f"{len(pair.tokenizer)} tokens; there is no second tokenizer to differ"
+        return f"{len(pair.tokenizer)} tokens; one tokenizer for target and draft"
     ids = [set(each.get_vocab().values()) for each in (pair.tokenizer, pair.draft_tokenizer)]
-    return f"the {len(ids[0] & ids[1])} ids that target and draft share are the same tokens"
+    return f"target and draft share {len(ids[0] & ids[1])} ids with the same tokens"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Does a drafter keep its word? Its law is enumerated, greedy and coupled text compared, its sessions kept apart."""
+"""Check a drafter: exact output distribution, greedy and coupled identity, independent sessions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
 
 Finding = tuple[bool, str, dict]
-ENDING = [0, 1, 0, 1, 0]  # repeats itself, so that lookups find something
-BESIDE = 2  # tokens of the row beside the one whose law is enumerated
+ENDING = [0, 1, 0, 1, 0]  # a repetition, so that lookup drafters find a match
+BESIDE = 2  # tokens of the neighbouring row during enumeration
 ADAPTIVE = BassHeuristic(initial=1)
-# With the tokens to write: four, for drafts of two; then of two choices each, or enumerating them would take minutes.
+# Sampling, policy, new tokens. Drafts of two need four new tokens; top_k 2 then keeps the enumeration short.
 WAYS = (
     (SamplingParams(1.0), ADAPTIVE, 3),
     (SamplingParams(0.6, top_k=2), ADAPTIVE, 4),
     (SamplingParams(1.3, top_k=2, repetition_penalty=1.5), FixedLength(2), 4),
 )
-NEW, ROWS, PLACES = 16, 6, 2  # tokens, rows and places for them: rows wait, end and move
+NEW, ROWS, PLACES = 16, 6, 2  # new tokens, rows, batch slots: rows wait, end and move
 
 
 def check_drafter(
@@ -44,25 +44,26 @@ def check_drafter(
     small: ModelPair | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Report:
-    """Check what the engine relies on in a drafter; a check that fails says which demand is broken.
+    """Check the requirements of the engine on a drafter. Each failed check names the broken requirement.
 
-    * law (token and block verification): every random decision of a row with a tiny target of three tokens is
-    enumerated, for some ways to sample and two policies, at first beside another row. The law of its text must be the
-    target's to 10⁻¹², so drafts must be drawn from the distributions that come with them, by `Context.draw` alone.
-    * greedy and coupled identity on `target` (None: the embedded one), with more rows than places.
-    * sessions apart: two at once write what each writes alone.
+    * law (token and block verification): enumerate every random decision of a row, for several sampling parameters and
+    two policies. The target has three tokens, and a second row shares the batch at first. The distribution of the text
+    must equal the target's to 10⁻¹². The drafter must therefore draw drafts with `Context.draw` from the distributions
+    of its `Draft`.
+    * greedy and coupled identity on `target` (None: the embedded target), with more rows than batch slots.
+    * sessions apart: two concurrent sessions generate the same texts as two separate sessions.
 
-    small: a target of three tokens in float64 with such a drafter, to enumerate where `drafter` fits one target alone
-    (a feature head). Raises TypeError for what is no `Drafter`.
+    small: a pair for the enumeration, with a float64 target of three tokens, if `drafter` fits only one target (a
+    feature head). Raises TypeError if `drafter` is no `Drafter`.
     """
     if not isinstance(drafter, Drafter):
         raise TypeError(f"drafter must be a Drafter, got {type(drafter).__name__}")
     small = ModelPair(_small_target(), _on_cpu(drafter)) if small is None else small
-    where = next((model.device for model in drafter.models), None)  # one without a model may be anywhere
+    where = next((model.device for model in drafter.models), None)  # without a model, any device will do
     real = load_pair(dtype="float32", device=where) if target is None else ModelPair(target)
     prompts = prompt_set("mini", ROWS) if target is None else _prompts(target)
     pair = ModelPair(real.target, drafter, real.tokenizer)
-    if real.target.dtype in (torch.float16, torch.bfloat16):  # where rounding decides between close tokens
+    if real.target.dtype in (torch.float16, torch.bfloat16):  # rounding would decide between close tokens
         pair = in_dtype(pair, torch.float32)
     demands: list[tuple[str, Callable[[], Finding]]] = [
         ("law, token verification", lambda: _law(small, "token")),
@@ -80,7 +81,7 @@ def check_drafter(
         except RepeatedKey as error:
             passed, tested, details = False, f"a random number was used twice: {error}", {}
         except AssertionError as error:
-            passed, tested, details = False, f"random numbers that are not `Context.draw`'s: {error}", {}
+            passed, tested, details = False, f"random numbers not drawn with `Context.draw`: {error}", {}
         except FAULTS as error:
             passed, tested, details = False, f"{type(error).__name__}: {error}", {}
         checks.append(Check(name, passed, tested, round(time.perf_counter() - started, 3), details))
@@ -94,7 +95,7 @@ def _prompts(target: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _on_cpu(drafter: Drafter) -> Drafter:
-    """The drafter, or a copy where its models are on a GPU: enumeration asks for random numbers on the host."""
+    """Return the drafter, or a copy on the CPU: enumeration replaces random numbers on the host."""
     if all(model.device.type == "cpu" for model in drafter.models):
         return drafter
     copied = copy.deepcopy(drafter)
@@ -104,7 +105,7 @@ def _on_cpu(drafter: Drafter) -> Drafter:
 
 
 def _small_target() -> PreTrainedModel:
-    """Of three tokens, four layers, float64; always the same."""
+    """Return a fixed random model with three tokens and four layers in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         config = LlamaConfig(
@@ -115,7 +116,7 @@ def _small_target() -> PreTrainedModel:
 
 
 def _law(pair: ModelPair, rule: str) -> Finding:
-    """The row begins in the second place, and moves when the greedy one in the first has ended."""
+    """Enumerate a row in batch slot 1. The row moves to slot 0 when the greedy row there has ended."""
     prompt, beside, distances, drafted, accepted = torch.tensor(ENDING), torch.tensor(ENDING[1:]), {}, 0, 0
     options = {"verification": rule, "eos_token_id": (), "max_batch_size": PLACES, "trace": "off"}
     for way, policy, new in WAYS:
@@ -123,15 +124,14 @@ def _law(pair: ModelPair, rule: str) -> Finding:
         def run(way: SamplingParams = way, policy: DraftLengthPolicy = policy, new: int = new) -> tuple[int, ...]:
             nonlocal drafted, accepted
             with Session(pair, seed=1, draft_length=policy, **options) as session:
-                first = session.submit(beside, max_new_tokens=BESIDE)  # greedy: it decides nothing by chance
+                first = session.submit(beside, max_new_tokens=BESIDE)  # greedy: no random decisions
                 row = session.submit(prompt, max_new_tokens=new, **vars(way))
                 while not session.idle:
                     session.step()
                 drafted, accepted = drafted + first.drafted + row.drafted, accepted + first.accepted + row.accepted
                 return tuple(session.result(row).sequence.tolist())
 
-        # Else each of the many sessions switches the models.
-        with Session(pair, **options) as around, around.prepared():
+        with Session(pair, **options) as around, around.prepared():  # patch the models once for all sessions
             found = Oracle().laws(run)
         expected = plain_decoding.exact_law(pair.target, prompt, way, new)
         distances[f"{way}, {policy}"] = total_variation(found, expected)
@@ -146,7 +146,7 @@ def _greedy(pair: ModelPair, prompts: PromptLike) -> Finding:
     out = generate(pair, ids, **options)
     alone = [plain_decoding.greedy(pair.target, each, NEW)[0] for each in ids]
     same = sum(map(torch.equal, out.sequences, alone))
-    return same == ROWS, f"{same} of {ROWS} rows are transformers' own; {_accepted(out)}", {"identical": same}
+    return same == ROWS, f"{same} of {ROWS} rows equal transformers' rows; {_accepted(out)}", {"identical": same}
 
 
 def _coupled(pair: ModelPair, prompts: PromptLike) -> Finding:
@@ -154,7 +154,7 @@ def _coupled(pair: ModelPair, prompts: PromptLike) -> Finding:
     regular = generate(pair, prompts, draft_length=0, **options)
     out = generate(pair, prompts, draft_length=4, max_batch_size=PLACES, **options)
     same = sum(map(torch.equal, out.sequences, regular.sequences))
-    return same == ROWS, f"{same} of {ROWS} rows are those of draft length 0; {_accepted(out)}", {"identical": same}
+    return same == ROWS, f"{same} of {ROWS} rows equal draft length 0; {_accepted(out)}", {"identical": same}
 
 
 def _accepted(out) -> str:
@@ -180,4 +180,4 @@ def _apart(pair: ModelPair, prompts: PromptLike) -> Finding:
 
     together, apart = texts(submitted(0), submitted(1)), texts(submitted(0)) + texts(submitted(1))
     same = sum(one == other for one, other in zip(together, apart, strict=True))
-    return same == 2 * ROWS, f"{same} of {2 * ROWS} rows of two sessions at once are those of one", {"identical": same}
+    return same == 2 * ROWS, f"{same} of {2 * ROWS} rows equal those of separate sessions", {"identical": same}

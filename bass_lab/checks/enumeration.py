@@ -1,4 +1,4 @@
-"""The engine's exact law, every random decision enumerated, and the target's own."""
+"""Compute the engine's exact output distribution by enumerating every random decision, and the target's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = [0, 1]
 
 
 def law_of_engine(target, draft, new, draft_length, prompts=(PROMPT,), thresholds=None, **options):
-    """Exact joint law of generate's sequences: {((tokens of row 0), (tokens of row 1), ...): probability}."""
+    """Return the joint distribution of generate's sequences: {((tokens of row 0), (tokens of row 1), ...): p}."""
     pair = bass.ModelPair(target, draft)
     options = {"temperature": 1.0, "eos_token_id": (), "trace": "off", "attention": "pad"} | options
 

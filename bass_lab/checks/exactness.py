@@ -1,8 +1,8 @@
-"""Is decoding exact for *these* models? Four checks of a pair, each against something outside the engine.
+"""Check that decoding with a pair of models is exact. Four checks compare the pair with references.
 
-Greedy text is compared with `transformers.generate`, sampled text with the exact law of the target's own forward pass,
-coupled text with itself without speculation. In half precision every first divergence must sit on logits closer than
-transformers' own numeric noise.
+The references: `transformers.generate` for greedy text; the exact distribution from the target's plain forward pass for
+sampled text; draft length 0 for coupled text. In half precision, rows may first diverge only at logits closer than the
+numeric noise of transformers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bass_lab.checks.switches import rows_beside
 from bass_lab.pairs import context_of, in_dtype, name_of
 from bass_lab.texts.prompt_sets import prompt_set
 
-FAULTS = (FloatingPointError, ValueError, RuntimeError, MemoryError)  # raised during a check, they fail it
-SHARES = (0.0, 0.35, 0.8, 0.9, 1.0)  # of the time, before each check and after the last
-PROMPTS = (  # for models that come with a tokenizer
+FAULTS = (FloatingPointError, ValueError, RuntimeError, MemoryError)  # a check fails if one is raised
+SHARES = (0.0, 0.35, 0.8, 0.9, 1.0)  # share of the work done before each check, and at the end
+PROMPTS = (  # for models with a tokenizer
     "def quicksort(items):\n",
     "The first thing to know about the history of the city is that",
     "import json\n\n\ndef read_lines(path):\n    with open(path) as file:\n",
@@ -43,7 +43,7 @@ PROMPTS = (  # for models that come with a tokenizer
 
 @dataclass(frozen=True)
 class Check:
-    """One check: whether it passed, what was tested in words, seconds it took, and its figures (JSON values)."""
+    """Result of one check. tested: a description; seconds: duration; details: figures (JSON values)."""
 
     name: str
     passed: bool
@@ -54,7 +54,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """models: what was checked, in words. checks: what was found."""
+    """Results of all checks. models: a description of the models."""
 
     models: str
     checks: list[Check]
@@ -69,7 +69,7 @@ class Report:
         return frame.rename(columns={"name": "check"})[["check", "passed", "tested", "seconds"]]
 
     def to_json(self) -> str:
-        """Return the verdict and all of the above as one line of JSON."""
+        """Return the verdict, the models and the checks as one line of JSON."""
         return json.dumps({"verdict": "PASS" if self.passed else "FAIL"} | asdict(self), allow_nan=False)
 
 
@@ -83,19 +83,18 @@ def verify(
     compile: str = "auto",
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> Report:
-    """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
+    """Check that decoding with this pair is exact: greedy, sampled, coupled, and in half precision.
 
-    prompts: texts, conversations, token ids or what a target hears; None takes some that suit the pair. Fewer than four
-    are joined by shortened ones; all are shortened where the context is short. The greedy check adds one of up to 160
-    tokens, and others on both sides of every window and switch that the target's configuration names; the report says
-    which lie beyond 512 tokens and were not reached.
-    max_new_tokens: per row. samples: rows of each G-test. compile: as in `generate`; attention "split" is checked
-    without. progress: gets what is checked, and the share of the work done, 0 to 1.
+    prompts: texts, conversations, token ids or audio; None takes prompts that fit the pair. With fewer than four,
+    shortened copies are added. All are shortened if the context is short. The greedy check adds a prompt of up to 160
+    tokens, and prompts on both sides of every window and switch in the target's config. The report lists windows and
+    switches beyond 512 tokens as not reached.
+    max_new_tokens: per row. samples: rows of each G-test. compile: as in `generate`, and "off" for attention "split".
+    progress: receives the current check and the share of the work done, 0 to 1.
 
-    The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or
-    bfloat16, on copies where the dtype differs. Quantized models cannot be cast: there the first three checks run, of a
-    pair loaded in float32. Raises ValueError / TypeError for input that cannot be decoded; what is raised during a
-    check fails it.
+    The first three checks run in float32 (a float64 pair: float64). The last check runs in the pair's half precision or
+    in bfloat16. A pair of another dtype is copied. Quantized models cannot be cast: load the pair in float32, and the
+    first three checks run. Raises ValueError / TypeError for invalid input. An error during a check fails the check.
     """
     prompts, new = _prompts(pair, prompts, checks.integer("max_new_tokens", max_new_tokens, least=1))
     hears = pair.target.main_input_name == FEATURES
@@ -117,14 +116,14 @@ def verify(
     ):
         found.append(_run(name, check, subject, progress, begins, ends))
     if not quantized:
-        subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
+        subject = replace(subject, dtype=half)  # frees the first copy before the second is made
         found.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress, *SHARES[3:]))
     names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
     return Report(f"{names}, on {pair.device}", found)
 
 
 def _heard(pair: ModelPair, prompts) -> list[Tensor]:
-    """What a target that hears is given: features [channels, frames], noise where there are no prompts."""
+    """Return audio features [channels, frames] per row, noise if `prompts` is None."""
     if prompts is None:
         return [made_up(pair.target, 0, seed).inputs for seed in range(4)]
     config = options.generation_config(pair.target, None)
@@ -134,7 +133,7 @@ def _heard(pair: ModelPair, prompts) -> list[Tensor]:
 def _run(
     name: str, check: Callable[[Subject], Finding], subject: Subject, progress: Callable, begins: float, ends: float
 ) -> Check:
-    """begins, ends: the share of the work that is done before and after."""
+    """Run one check. begins, ends: share of the work done before and after the check."""
 
     def tell(share: float) -> None:
         progress(f"checking {name}", begins + share * (ends - begins))
@@ -149,11 +148,11 @@ def _run(
 
 
 def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
-    """Return token ids of four prompts or more, and how many tokens to generate, such that the context holds both.
-    Lengths differ, so that the batch stays ragged."""
+    """Return token ids of at least four prompts of different lengths, and the number of new tokens. Prompt and new
+    tokens fit into the context."""
     room = context_of(pair)
     if room < TOKENS + 3:
-        raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")
+        raise ValueError(f"a context of {room} positions is too short; the checks need {TOKENS + 3}")
     if pair.target.main_input_name == FEATURES:
         return _heard(pair, prompts), int(min(new, room // 2))
     if prompts is None and pair.tokenizer is None:
@@ -162,7 +161,7 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
         prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 12, 8, 20, 3, 16, 9, 30)]
     elif prompts is None:
         prompts = list(PROMPTS)
-        if pair.target.name_or_path == str(ASSETS / "target"):  # the embedded pair knows little but such functions
+        if pair.target.name_or_path == str(ASSETS / "target"):  # the embedded pair was trained on these functions
             prompts = prompt_set("mini", len(PROMPTS))
     ids = token_ids(pair, prompt_list(prompts))
     new = int(min(new, room // 2))

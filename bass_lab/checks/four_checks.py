@@ -1,4 +1,4 @@
-"""The four checks of a pair: greedy, sampled, coupled and half-precision text, each against what it must equal."""
+"""The four checks of a pair: greedy, sampled, coupled and half-precision text, each compared with its reference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from bass_lab.checks import plain_decoding
 from bass_lab.checks.goodness_of_fit import POWER, detectable, g_test, holm
 from bass_lab.pairs import context_of, in_dtype
 
-ALPHA = 1e-4  # chance that healthy models fail the sampled check
-TOKENS, TOP_K = 5, 3  # the sampled check's text: top_k 3 leaves 3^5 = 243 outcomes, whatever the vocabulary
+ALPHA = 1e-4  # probability that exact models fail the sampled check
+TOKENS, TOP_K = 5, 3  # new tokens and top_k of the sampled check: 3^5 = 243 outcomes
 ALONE = "temperature alone"
-TEMPERATURES = (0.7, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # not 1, where the raw and the processed law are too alike
-COOLER = (0.4, 0.7, 1.5, 2.0)  # where a token may be any of the vocabulary, few of which are to be likely
+TEMPERATURES = (0.7, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # not 1: raw and processed distributions would be too similar
+COOLER = (0.4, 0.7, 1.5, 2.0)  # without top_k: a low temperature leaves few likely tokens
 
 Finding = tuple[bool, str, dict]  # passed, tested, details
 Law = dict[tuple[int, ...], float]
@@ -36,8 +36,8 @@ Law = dict[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class Subject:
-    """The input of a check. new: tokens to generate per row; beside: more prompts for the greedy check; switches: in
-    words, the windows that these lie beside; tell: gets the share of the check, 0 to 1, that is done."""
+    """Input of a check. new: tokens to generate per row. The second list of prompts is for the greedy check alone;
+    `switches` describes these prompts. tell: receives the finished share of the check, 0 to 1."""
 
     original: ModelPair
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Subject:
 
     @cached_property
     def pair(self) -> ModelPair:
-        """The pair in this dtype, copied if one of its models has another."""
+        """The pair in `dtype`, copied if a model has another dtype."""
         return in_dtype(self.original, self.dtype)
 
     @property
@@ -67,7 +67,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def _divergences(found: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]) -> list[dict]:
-    """Where rows first differ from the row alone; gap: how far the token found was below the best logit there."""
+    """Return the first difference of each row from the single row. gap: best logit minus the found token's logit."""
     lines = []
     for row, (tokens, (expected, logits)) in enumerate(zip(found, alone, strict=True)):
         differing = (tokens != expected).nonzero()
@@ -80,7 +80,7 @@ def _divergences(found: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]
 
 
 def greedy(subject: Subject) -> Finding:
-    """Every row of every batch equals `transformers.generate` of the row alone, token for token."""
+    """Check that every row of every batch equals `transformers.generate` of the single row, token for token."""
     pair, prompts = subject.pair, subject.prompts + subject.beside
     rows, alone = len(prompts), [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
     paths, refused = _paths(pair)
@@ -96,8 +96,8 @@ def greedy(subject: Subject) -> Finding:
         runs.append(run | _counts(out.trace.steps) | {"identical": rows - len(different), "divergences": different})
     identical, of = sum(run["identical"] for run in runs), rows * len(runs)
     tested = (
-        f"{identical} of {of} rows equal transformers.generate of the row alone; {_sizes(prompts)}, "
-        f"{subject.new} new ones, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
+        f"{identical} of {of} rows equal transformers.generate of the single row; {_sizes(prompts)}, "
+        f"{subject.new} new tokens, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
         f"auto (= {runs[0]['path']}) and {', '.join(paths)}; {subject.note}"
     )
     tested += f"; {subject.switches}" if subject.switches else ""
@@ -105,9 +105,9 @@ def greedy(subject: Subject) -> Finding:
 
 
 def _sizes(prompts: Sequence[Tensor]) -> str:
-    """How many prompts of which lengths, in words."""
+    """Describe the number of prompts and their lengths."""
     if prompts[0].is_floating_point():
-        return f"{len(prompts)} sounds"
+        return f"{len(prompts)} audio inputs"
     lengths = sorted(map(len, prompts))
     if len(prompts) == 1:
         return f"one prompt of {lengths[0]} tokens"
@@ -115,7 +115,7 @@ def _sizes(prompts: Sequence[Tensor]) -> str:
 
 
 def _paths(pair: ModelPair) -> tuple[list[str], dict[str, str]]:
-    """Attention paths that all models can take, and why the others cannot."""
+    """Return the attention paths that all models support, and the reason against each other path."""
     paths, refused = [], {}
     for path in attention.PATHS:
         try:
@@ -128,7 +128,7 @@ def _paths(pair: ModelPair) -> tuple[list[str], dict[str, str]]:
 
 
 def _counts(steps: pd.DataFrame) -> dict[str, int]:
-    """How many tokens came about in which way (no row ended early, so every step emitted accepted + 1)."""
+    """Count tokens by origin. Every step emitted accepted + 1 tokens, because no row ended early."""
     drafting, full = steps.drafted > 0, steps.accepted == steps.drafted
     counts = {"accepted": steps.accepted, "recovered": ~full, "bonus": drafting & full, "regular": ~drafting}
     return {kind: int(count.sum()) for kind, count in counts.items()}
@@ -139,15 +139,15 @@ def _total(runs: Sequence[dict]) -> str:
 
 
 class _ByRow(DraftLengthPolicy):
-    """Draft lengths 1, 2 and 3 side by side in one batch."""
+    """Mix draft lengths 1, 2 and 3 in one batch."""
 
     def plan(self, rows: RowsView) -> Tensor:
         return torch.from_numpy(1 + rows.ids % 3)
 
 
 def sampled(subject: Subject) -> Finding:
-    """G-tests of the joint law of the first tokens, with Holm's correction: token and block verification with top_k,
-    and temperature alone, where a GPU has kernels that draw and decide. Outcomes are texts by position."""
+    """Test the joint distribution of the first tokens: G-tests with Holm's correction. The tests cover token and block
+    verification with top_k, and temperature alone (GPUs have kernels for this case). Outcomes are texts."""
     pair, samples = subject.pair, subject.samples
     beginnings = _beginnings(subject)
     prompt, heat, law = _spread_law(beginnings, TEMPERATURES, partial(_of_few, pair.target))
@@ -172,14 +172,14 @@ def sampled(subject: Subject) -> Finding:
         f"G-test of the first {TOKENS} tokens, {len(law)} outcomes ({ALONE} {len(likely)}), {samples} rows each: "
         f"{', '.join(f'{rule} p = {p:.2g}' for rule, p in p_values.items())} (alpha {ALPHA:g}, Holm); "
         f"{_total(list(tests.values()))}; temperature {heat:g}, top_k {TOP_K} for both models, or {cool:g} alone; "
-        f"draft lengths 1, 2, 3 side by side, {_sizes([prompt])}; a total variation of "
-        f"{detectable(law, samples, ALPHA / len(tests)):.3f} would be found with {POWER:.0%}; {subject.note}"
+        f"draft lengths 1, 2, 3 in one batch, {_sizes([prompt])}; a total variation of "
+        f"{detectable(law, samples, ALPHA / len(tests)):.3f} is detected with probability {POWER:.0%}; {subject.note}"
     )
     return not rejected, tested, {"rejected": rejected, "temperature": heat, "tests": tests}
 
 
 def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEvent], None]:
-    """Return a callback that tells the share done after every step. before: at the start; tokens: of the check."""
+    """Return a callback that reports the finished share after every step. before: share at the start; tokens: total."""
     emitted = 0
 
     def on_step(event: StepEvent) -> None:
@@ -191,9 +191,9 @@ def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEven
 
 
 def _beginnings(subject: Subject) -> list[Tensor]:
-    """Return short prompts to choose from. n-gram drafting gets one whose ending occurred before."""
+    """Return short candidate prompts. For n-gram drafting, the prompt repeats its beginning."""
     if subject.pair.target.main_input_name == FEATURES:
-        return subject.prompts[:4]  # what is heard has one length
+        return subject.prompts[:4]  # audio inputs have one length
     room = int(min(context_of(subject.pair), 64)) - TOKENS
     if isinstance(subject.pair.draft, PreTrainedModel):
         return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]
@@ -209,9 +209,9 @@ def _of_few(target: PreTrainedModel, prompt: Tensor, temperature: float, tokens:
 def _spread_law(
     beginnings: Sequence[Tensor], temperatures: Sequence[float], law_of: Callable[[Tensor, float, int], Law]
 ) -> tuple[Tensor, float, Law]:
-    """Return a beginning, a temperature and the target's law of what follows: the lowest temperature at which the
-    target chooses between two tokens or more, else the widest law. A law that is nearly certain or flat tests nothing.
-    """
+    """Return a prompt, a temperature and the target's distribution over continuations. The temperature is the lowest
+    with an entropy of one bit per token, else the temperature of the widest distribution. (A nearly certain or a flat
+    distribution tests nothing.)"""
     widest, best, chosen = -1.0, temperatures[0], beginnings[0]
     for temperature in temperatures:
         for prompt in beginnings:
@@ -224,7 +224,7 @@ def _spread_law(
 
 
 def coupled(subject: Subject) -> Finding:
-    """Coupled verification: sampled text equals that without speculation, whatever drafts, how far, in what batch."""
+    """Check that coupled verification samples the text of draft length 0, for all drafters, lengths and batches."""
     pair, rows = subject.pair, len(subject.prompts)
     other = NgramDrafter() if isinstance(pair.draft, PreTrainedModel) else pair.target
     pairs = {"own": pair, "other": replace(pair, draft=other)}
@@ -250,10 +250,10 @@ def coupled(subject: Subject) -> Finding:
 
 
 def half(subject: Subject) -> Finding:
-    """In half precision a row may leave the row alone where two logits are as close as their noise, nowhere else.
+    """Check that half-precision rows diverge from the single row only where two logits are closer than the noise.
 
-    The noise is transformers' own: how far a good logit moves between decoding the row, one pass over it, and one over
-    the padded batch. Two tokens change places if both move by half their gap, so twice the largest move is allowed.
+    The noise is the largest change of a top logit between three computations of transformers: decoding, one pass over
+    the row, and one over the padded batch. Two logits change order if both move by half the gap: twice is allowed.
     """
     pair, prompts = subject.pair, subject.prompts
     alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
@@ -267,9 +267,9 @@ def half(subject: Subject) -> Finding:
     beyond = sum(line["gap"] > allowed for line in lines)
     control = sum(line["decoding"] == "no speculation" for line in lines)
     tested = (
-        f"{len(lines) - control} of {2 * len(prompts)} speculative rows leave the row alone, without speculation "
-        f"{control} of {len(prompts)}; {beyond} of these where the gap is beyond the noise (largest gap "
-        f"{max((line['gap'] for line in lines), default=0):.3g}, allowed {allowed:.3g}: twice what transformers' own "
-        f"passes differ by); {subject.new} new tokens; {subject.note}"
+        f"{len(lines) - control} of {2 * len(prompts)} speculative rows diverge from the single row, without "
+        f"speculation {control} of {len(prompts)}; {beyond} divergences have a gap beyond the noise (largest gap "
+        f"{max((line['gap'] for line in lines), default=0):.3g}, allowed {allowed:.3g}: twice the difference between "
+        f"transformers' own passes); {subject.new} new tokens; {subject.note}"
     )
     return beyond == 0, tested, {"allowed_gap": allowed, "divergences": lines}

@@ -1,7 +1,7 @@
-"""Randomness replaced by an oracle that walks every branch, with its probability.
+"""Replace random numbers by an oracle that visits every branch and its probability.
 
-`laws(run)` calls `run()` once per branch and sums the probabilities of equal outcomes. A random number used twice is an
-error; Gumbel noise may be met again (draft and target share it) and is the same then.
+`laws(run)` calls `run()` once per branch and sums the probabilities of equal outcomes. Using a random number twice is
+an error. Only Gumbel noise may be used again, because draft and target share the noise.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from bass_core.exactness import randomness
 
 
 class RepeatedKey(AssertionError):
-    """Two decisions asked for the same random number."""
+    """Two decisions used the same random number."""
 
 
 class Oracle:
-    """thresholds(position, noise): for noise over two ids, the values of g_0 - g_1 at which some argmax changes, given
-    the noise of earlier positions."""
+    """Enumerate branches. thresholds(position, noise): values of g_0 - g_1 (Gumbel noise of two ids) at which an argmax
+    changes, given the noise of earlier positions."""
 
     def __init__(self, thresholds: Callable[[int, dict[int, float]], list[float]] | None = None):
         self._thresholds = thresholds
@@ -45,7 +45,7 @@ class Oracle:
             randomness.draw, randomness.accept, randomness.noise = originals
 
     def _choose(self, probabilities: list[float]) -> int:
-        """Take the next branch among the outcomes of positive probability."""
+        """Return the next branch among the outcomes of positive probability."""
         possible = [index for index, p in enumerate(probabilities) if p > 0]
         if len(possible) == 1:
             return possible[0]
@@ -80,7 +80,7 @@ class Oracle:
         return answers
 
     def _noise(self, key: randomness.Key, size: int) -> torch.Tensor:
-        """Only g_0 - g_1 matters, a logistic variable: one branch per interval between thresholds."""
+        """Return noise with one branch per interval between thresholds. Only g_0 - g_1 matters (logistic)."""
         assert size == 2
         noise = torch.zeros(len(key.stream), len(key.slot), 2, dtype=torch.float64)
         for row, column in itertools.product(range(noise.shape[0]), range(noise.shape[1])):

@@ -1,6 +1,6 @@
-"""What a model says without the engine: transformers' greedy text, exact laws, and how far its own logits move.
+"""Reference results of a model without the engine: transformers' greedy text, exact distributions, numeric noise.
 
-`bass verify` compares with these; they share nothing with the ragged cache, its attention or the loop.
+`bass verify` compares with these results. The code shares nothing with the ragged cache, its attention or the loop.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bass_core.exactness.sampling import SamplingParams
 from bass_core.model.encoder_decoder import FEATURES
 from bass_core.prompts import first_ids
 
-OTHER = -1  # a token that is none of the likeliest
-# Options that stay: which ids texts lack, and with which they begin.
+OTHER = -1  # any token outside the likeliest
+# Generation options that `plain` keeps: suppressed ids and the first id.
 KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id")
 
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` is in evaluation mode, without generation defaults but for `KEPT`."""
+    """Inside, `model` is in evaluation mode, and its generation defaults are only the options of `KEPT`."""
     training = [module for module in model.modules() if module.training]
     before = model.generation_config
     model.generation_config = GenerationConfig(**{name: getattr(before, name) for name in KEPT})
@@ -42,7 +42,7 @@ def plain(model: PreTrainedModel) -> Iterator[None]:
 
 
 def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
-    """Return the ids [P] that a text begins with: the prompt's, or an encoder-decoder model's first tokens."""
+    """Return the first ids [P] of a text: the prompt, or an encoder-decoder model's first tokens."""
     if not model.config.is_encoder_decoder:
         return prompt
     return torch.tensor(first_ids(model, model.generation_config or GenerationConfig()))
@@ -50,7 +50,7 @@ def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
-    """`transformers.generate` of one row, greedy: its ids [T] on the host, and the logits [T, V] they came from."""
+    """Return new ids [T] (on the CPU) and their logits [T, V] from greedy `transformers.generate` of one row."""
     first, given = begins(model, prompt), _given(model, [prompt])
     if model.config.is_encoder_decoder:
         given["decoder_input_ids"] = first[None].to(model.device)
@@ -58,7 +58,7 @@ def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Te
     with plain(model):
         config = copy.deepcopy(model.generation_config)
         config.update(max_new_tokens=new, do_sample=False, pad_token_id=0, **output)
-        out = GenerationMixin.generate(model, **given, generation_config=config)  # Whisper's own does more
+        out = GenerationMixin.generate(model, **given, generation_config=config)  # Whisper overrides generate
     return out.sequences[0, len(first) :].cpu(), torch.cat(out.logits).float().clamp(min=-1e30)
 
 
@@ -66,8 +66,8 @@ def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Te
 def exact_law(
     target: PreTrainedModel, prompt: Tensor, params: SamplingParams, tokens: int
 ) -> dict[tuple[int, ...], float]:
-    """Return the probability of every text of `tokens` tokens after `prompt`, from the target's plain forward pass. For
-    laws of few outcomes (top_k): all prefixes of a length are rows of one batch."""
+    """Return the probability of every text of `tokens` tokens after `prompt`, from the target's plain forward pass.
+    Needs few outcomes (top_k): all prefixes of a length are rows of one batch."""
     texts = begins(target, prompt)[None].to(target.device)
     first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
     for _ in range(tokens):
@@ -83,9 +83,8 @@ def exact_law(
 def likely_law(
     target: PreTrainedModel, prompt: Tensor, temperature: float, tokens: int, most: int
 ) -> dict[tuple[int, ...], float]:
-    """Return the probability of the texts of `tokens` tokens that are among the `most` likeliest at each place, at this
-    temperature. A text that leaves these ends there with `OTHER`, so that outcomes stand for all texts (`as_likely`).
-    """
+    """Return the probabilities of texts of `tokens` tokens, with the `most` likeliest tokens at each position. A text
+    with another token ends there with `OTHER`, so the outcomes cover all texts (`as_likely`)."""
     texts, law = begins(target, prompt)[None].to(target.device), {}
     first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
     for _ in range(tokens):
@@ -100,14 +99,14 @@ def likely_law(
 
 
 def as_likely(texts: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> list[tuple[int, ...]]:
-    """The outcomes of a `likely_law` that stand for these texts."""
+    """Map texts to outcomes of `likely_law`."""
     known = {outcome[:size] for outcome in law for size in range(len(outcome) + 1)}
     left = [next((at for at in range(len(text)) if text[: at + 1] not in known), None) for text in texts]
     return [text if at is None else (*text[:at], OTHER) for text, at in zip(texts, left, strict=True)]
 
 
 def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -> Tensor:
-    """The logits [N, V] of what follows texts [N, T], whose first `first` tokens are given; -inf: suppressed there."""
+    """Return next-token logits [N, V] after texts [N, T], -inf for suppressed ids. first: length of the given start."""
     config = target.generation_config or GenerationConfig()
     never, not_first = options.suppressed(config, (), target.config.get_text_config().vocab_size)
     with plain(target):
@@ -117,14 +116,14 @@ def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -
 
 
 def _logits(model: PreTrainedModel, prompts: Sequence[Tensor], texts: Tensor) -> Tensor:
-    """The plain forward pass over texts [N, T] that begin as `begins` says: [N, T, V]."""
+    """Return logits [N, T, V] of a plain forward pass over texts [N, T] with the start of `begins`."""
     if not model.config.is_encoder_decoder:
         return model(input_ids=texts, use_cache=False).logits
     return model(**_given(model, prompts), decoder_input_ids=texts, use_cache=False).logits
 
 
 def _given(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Prompts or sources as transformers is given them, in one batch with padding behind their ends."""
+    """Return prompts or sources as one right-padded batch of transformers inputs."""
     if model.main_input_name == FEATURES:
         return {FEATURES: torch.stack(list(prompts)).to(model.device, model.dtype)}
     read = pad_sequence(list(prompts), batch_first=True).to(model.device)
@@ -134,10 +133,10 @@ def _given(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Tenso
 
 @torch.inference_mode()
 def numeric_noise(model: PreTrainedModel, prompts: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Largest move of one of a position's eight best logits between transformers' ways to compute it."""
+    """Return the largest change of a top-8 logit between decoding, a pass over the row, and a padded batch pass."""
     firsts = [begins(model, prompt) for prompt in prompts]
     texts = [torch.cat([first, ids[:-1]]).to(model.device) for first, (ids, _) in zip(firsts, alone, strict=True)]
-    padded = pad_sequence(texts, batch_first=True)  # padding comes last: causal rows do not see it
+    padded = pad_sequence(texts, batch_first=True)  # right padding: causal attention does not see it
     largest = 0.0
     with plain(model):
         together = _logits(model, prompts, padded)

@@ -1,4 +1,4 @@
-"""Windows and switches that a model's configuration names, and prompts on both sides of them, in one batch."""
+"""Find windows and switches in a model's config, and build prompts on both sides of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from bass_core.model.architectures import context_length
 from bass_core.model.probe import SWITCHES
 
-LONGEST = 512  # prompts beyond this make a quick check slow
-LONG = 160  # one prompt is at least so long, for what changes with length and has no name
+LONGEST = 512  # maximum prompt length; longer prompts are too slow
+LONG = 160  # length of one extra prompt, for length effects without a config entry
 
 
 def named_in(model: PreTrainedModel) -> dict[str, int]:
@@ -31,8 +31,8 @@ def _named(values: Mapping) -> Iterator[tuple[str, int]]:
 
 
 def rows_beside(model: PreTrainedModel, prompts: Sequence[Tensor], new: int, room: float) -> tuple[list[Tensor], str]:
-    """Return prompts that cross the model's windows and switches, or begin beyond them, with one long one; and in words
-    where they lie and what is out of reach. room: what prompt and `new` tokens must fit into."""
+    """Return prompts that cross the model's windows and switches or start beyond, and a description. One long prompt is
+    added. The description lists windows and switches out of reach. room: limit for prompt and `new` tokens."""
     named = named_in(model)
     fits = int(min(LONGEST, room - new))
     near = {name: at for name, at in named.items() if at + 2 <= fits}

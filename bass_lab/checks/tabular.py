@@ -1,7 +1,7 @@
-"""Language models whose law is a table, and which still go through attention and the KV cache.
+"""Language models with a table of logits that still use attention and the KV cache.
 
-The logits are looked up under a code of the whole prefix, which is a sum over the keys that the query may see: a wrong
-mask, slot or position changes the law.
+A code of the whole prefix selects the logits. The code is a sum over the visible keys, so a wrong mask, KV slot or
+position changes the distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-ENTRIES = 1009  # prefixes share table entries only by accident
+ENTRIES = 1009  # a prime: prefixes rarely share an entry
 
 
 class TabularConfig(PreTrainedConfig):
@@ -42,7 +42,7 @@ class TabularModel(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         generator = torch.Generator().manual_seed(config.seed)
         table = torch.randn(ENTRIES, config.vocab_size, generator=generator, dtype=torch.float64) * config.spread
-        if config.vocab_size > 2:  # some impossible tokens, never all of them
+        if config.vocab_size > 2:  # some tokens are impossible, never all
             impossible = torch.rand(ENTRIES, config.vocab_size, generator=generator) < 0.15
             impossible[torch.arange(ENTRIES), torch.randint(config.vocab_size, (ENTRIES,), generator=generator)] = False
             table = table.masked_fill(impossible, -torch.inf)
@@ -73,13 +73,12 @@ class TabularModel(PreTrainedModel, GenerationMixin):
 
 @functools.cache
 def tabular(vocabulary: int, seed: int, spread: float = 1.0) -> TabularModel:
-    """A tabular model; the same arguments give the same object (and so one probe)."""
+    """Return a tabular model. The same arguments give the same object, so the engine probes a model once."""
     return TabularModel(TabularConfig(vocab_size=vocabulary, seed=seed, spread=spread)).eval()
 
 
 def law(model: TabularModel, prompt: list[int], new: int, **processing) -> dict[tuple[int, ...], float]:
-    """Return the exact probability of every continuation of `new` tokens. processing: transformers' options, applied by
-    transformers."""
+    """Return the exact probability of every continuation of `new` tokens. processing: as in `transformers_law`."""
     laws = {(): 1.0}
     for _ in range(new):
         longer = {}
@@ -100,7 +99,7 @@ def next_token_law(model: TabularModel, prefix: list[int], **processing) -> np.n
 def transformers_law(
     logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
 ) -> torch.Tensor:
-    """Probabilities [B, V] by transformers' processors, in its own order."""
+    """Return probabilities [B, V] from transformers' logits processors in transformers' order."""
     steps = LogitsProcessorList()
     if repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))

@@ -7,8 +7,8 @@ import signal
 
 def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before there is anybody to catch it, a Ctrl-C is a silent end
-    atexit.register(gc.freeze)  # Python's last look for rubbish, in all that torch has brought, takes a second
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `CommandLine` handles Ctrl-C, end silently
+    atexit.register(gc.freeze)  # the last garbage collection over torch's objects would take a second
     from bass_lab.cli.main import app
 
     app(prog_name="bass")

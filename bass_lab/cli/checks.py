@@ -1,4 +1,4 @@
-"""`bass doctor` and `bass verify`: what works here, and whether it is exact."""
+"""`bass doctor` and `bass verify`: describe the installation, check that decoding is exact."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def doctor(
     quantize: common.Quantize = None,
     as_json: common.Json = False,
 ) -> None:
-    """Tell what is installed and what these models get.
+    """Describe the installation and these models.
 
-    Versions, devices and their dtypes, optional packages; of the models sizes, caches and attention paths. Exit code 1
-    if they cannot be used.
+    Shows versions, devices with dtypes, optional packages, and the models' sizes, caches and attention paths. Exit
+    code 1: the models cannot be used.
     """
     from bass_lab.checks.doctor import diagnose, report
     from bass_lab.show import tables
@@ -51,7 +51,7 @@ def verify(
     device: common.Device = None,
     quantize: common.Quantize = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="may be repeated; none: some that come with it")
+        list[str] | None, typer.Option(metavar="TEXT", help="may be repeated; none: built-in prompts")
     ] = None,
     prompts: Annotated[
         str | None, typer.Option(metavar="SET", help="or the first 8 of mini, library or FILE.jsonl")
@@ -62,8 +62,8 @@ def verify(
 ) -> None:
     """Check that decoding is exact for these models.
 
-    Greedy text against transformers, sampled text against the exact law, coupled text against itself without
-    speculation, half precision. Exit code 1 if it is not exact.
+    Compares greedy text with transformers, sampled text with the exact distribution, coupled text with draft length 0,
+    and checks half precision. Exit code 1: decoding is not exact.
     """
     from bass_lab.checks import exactness
     from bass_lab.named_pairs import named_pair

@@ -1,4 +1,4 @@
-"""`bass generate`: prompts in, their continuations out."""
+"""`bass generate`: continue prompts."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ EXAMPLES = common.examples(
 )
 
 
-SAMPLED = ("top_k", "top_p", "seed", "num_return_sequences")  # options of what is drawn
+SAMPLED = ("top_k", "top_p", "seed", "num_return_sequences")  # options without effect at temperature 0
 
 
 def generate(
     context: typer.Context,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="default: standard input")] = None,
     target: common.Target = None,
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
     quantize: common.Quantize = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="send each prompt as a user's message, by the tokenizer's chat template")
+        bool, typer.Option("--chat", help="format each prompt as a user message with the chat template")
     ] = False,
     source: Annotated[
         Path | None,
-        typer.Option("--input", **common.REGULAR, help='JSON lines: {"prompt": TEXT} or {"messages": [...]} each'),
+        typer.Option("--input", **common.REGULAR, help='JSON lines with {"prompt": TEXT} or {"messages": [...]}'),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="per row")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy")] = 0.0,
@@ -53,18 +53,18 @@ def generate(
         list[str] | None, typer.Option(metavar="TEXT", help="text that ends a row; may be repeated")
     ] = None,
     show_accepted: Annotated[
-        bool, typer.Option("--show-accepted", help="colour tokens by origin (in a terminal, at the end)")
+        bool, typer.Option("--show-accepted", help="colour tokens by origin (in a terminal, without streaming)")
     ] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Continue prompts: one row streams, several come at the end.
+    """Continue prompts: one row streams, several print at the end.
 
-    Figures go to standard error. The fields of --json: prompts; rows, prompt-major, each with prompt and sample (from
-    0), text, tokens (how many), logprob (of all of them, in nats), finish_reason (eos, stop or length; null after a
-    Ctrl-C, which leaves the rows so far); summary: counts, rates and seconds.
+    A summary goes to standard error. The fields of --json: prompts; rows, prompt-major, each with prompt and sample
+    (from 0), text, tokens (count), logprob (sum in nats), finish_reason (eos, stop or length; null if Ctrl-C
+    interrupted the row); summary: counts, rates and seconds.
     """
     if as_json and show_accepted:
-        raise ValueError("--json has no colours: leave out --show-accepted")
+        raise ValueError("--json prints no colours: leave out --show-accepted")
     asked = _asked(prompts, source, chat)
     import bass_core as bass
     from bass_lab.named_pairs import named_pair
@@ -82,27 +82,27 @@ def generate(
     else:
         try:
             out = bass.generate(pair, asked, **options, trace="tokens" if coloured else "steps")
-        except bass.Interrupted as stopped:  # what there is comes out all the same
+        except bass.Interrupted as stopped:  # print the rows so far
             out, interrupted = stopped.generation, True
         if as_json:
             rows, summary = out.to_pandas().to_dict("records"), out.trace.summary()
             common.print_json({"prompts": asked, "rows": rows, "summary": summary})
         else:
-            shown = [""] * len(asked) if pair.reads_sources else asked  # texts of sources do not go on with them
+            shown = [""] * len(asked) if pair.reads_sources else asked  # an encoder-decoder's text is no continuation
             terminal.print_rows(pair.tokenizer, shown, out, options["stop"], coloured)
     typer.echo(terminal.summary_line(out.trace), err=True)
     if temperature == 0 and (passed_over := [name for name in SAMPLED if common.is_given(context, name)]):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in passed_over)
-        typer.echo(f"note: at temperature 0 nothing is drawn, and {names} changes no text: say --temperature", err=True)
+        typer.echo(f"note: without effect at temperature 0: {names}; add --temperature T", err=True)
     if interrupted:
-        typer.echo("interrupted: these are the rows so far", err=True)
+        typer.echo("interrupted: the rows are incomplete", err=True)
         raise typer.Exit(130)
 
 
 def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[PromptLike]:
-    """The prompts of the command line, of a file or of standard input, as conversations if they are to be."""
+    """Return the prompts of the command line, a file or standard input; with --chat as conversations."""
     if prompts and source:
-        raise typer.BadParameter("prompts come from --input FILE or from the command line; leave one out")
+        raise typer.BadParameter("give prompts on the command line or with --input FILE; leave one out")
     if source:
         from bass_lab.texts.prompt_sets import prompts_in
 
@@ -113,7 +113,7 @@ def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[P
 
 
 def _standard_input() -> str:
-    """Return all of it as one prompt. Raises BadParameter without one and at a terminal."""
+    """Return standard input as one prompt. Raises BadParameter at a terminal or if standard input is closed."""
     if sys.stdin is None or is_terminal(sys.stdin):
         raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
     return sys.stdin.read()

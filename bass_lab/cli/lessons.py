@@ -1,4 +1,4 @@
-"""`bass demo`, `notebooks` and `pictures`: what is shown of it."""
+"""`bass demo`, `notebooks` and `pictures`: the demonstration, the lessons, the README's pictures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bass_lab.cli.progress import Progress
 
 DISTRIBUTION = "bass-hands-on"
 NOTEBOOKS = Path("notebooks")
-BUILT = Path("build/lessons")  # executed, and as pages; `make docs` makes a site of the former
+BUILT = Path("build/lessons")  # executed notebooks and pages; `make docs` builds a site from the notebooks
 PICTURE = Path("pictures/acceptance_raster.png")  # the README's
 
 
 def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts decoded at once")] = 8) -> None:
     """Decode with the embedded pair, check the text, time it.
 
-    Builds the first lesson, too, in the root of the repository.
+    In the root of the repository, the command also builds the first lesson.
     """
     lesson = next(iter(_shipped()), None)
     if lesson is not None:
@@ -37,7 +37,7 @@ def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts dec
     out = terminal.stream(pair, prompts, max_new_tokens=96)
     typer.echo(f"\n{terminal.summary_line(out.trace)}")
 
-    typer.echo("\nChecking the text against transformers, timing both ways …")
+    typer.echo("\nComparing the text with transformers, timing both methods …")
     identical = benchmark.identical_rows(pair, prompts)
     options = {"methods": ("regular", "batched"), "repeats": 5, "max_new_tokens": 64}
     with Progress() as progress:
@@ -54,7 +54,7 @@ def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts dec
 
 def _first_page(lesson: Path | None) -> Path | None:
     if lesson is None or importlib.util.find_spec("nbconvert") is None:
-        typer.echo("The lessons are built in the root of the repository, with pip install '.[notebooks]' there.")
+        typer.echo("To build the lessons, run this in the root of the repository, after pip install '.[notebooks]'.")
         return None
     typer.echo(f"Building the first lesson ({lesson}) …")
     return _built([lesson])[0]
@@ -62,12 +62,12 @@ def _first_page(lesson: Path | None) -> Path | None:
 
 def notebooks(
     numbers: Annotated[
-        list[str] | None, typer.Argument(metavar="LESSON", help="such as 03; several may be given; none: all")
+        list[str] | None, typer.Argument(metavar="LESSON", help="such as 03; may be repeated; default: all")
     ] = None,
 ) -> None:
     """Execute lessons into build/lessons.
 
-    Each is a notebook and a page there; `make docs` makes a site of them all.
+    The folder receives a notebook and a page per lesson. `make docs` builds a site of all lessons.
     """
     chosen = _lessons(numbers or [])
     common.output_folder(BUILT)
@@ -76,7 +76,7 @@ def notebooks(
 
 
 def _built(lessons: list[Path]) -> list[Path]:
-    """The pages of lessons, which are executed for them."""
+    """Execute lessons and return the paths of their pages."""
     import nbformat
 
     from bass_core.environment import write_whole
@@ -97,27 +97,27 @@ def _built(lessons: list[Path]) -> list[Path]:
 
 
 def _shipped() -> list[Path]:
-    """Return the lessons in order; none outside this repository's root."""
+    """Return the lessons in order, or no lessons outside the root of this repository."""
     project = Path("pyproject.toml")
     ours = project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
     return sorted(NOTEBOOKS.glob("*.ipynb")) if ours else []
 
 
 def _lessons(numbers: list[str]) -> list[Path]:
-    """Return the notebooks of these numbers (none: all), in order. Raises BadParameter for an unknown one."""
+    """Return the notebooks of these numbers in order (no numbers: all). Raises BadParameter for an unknown number."""
     found = {path.stem.partition("_")[0]: path for path in _shipped()}
     if not found:
-        raise typer.BadParameter("there are no lessons here: run this in the root of the repository")
+        raise typer.BadParameter("this folder has no lessons: run this in the root of the repository")
     wanted = {number.zfill(3 if number[-1:].isalpha() else 2) for number in numbers}  # 4b is 04b
     if unknown := sorted(wanted - found.keys()):
-        raise typer.BadParameter(f"there is no lesson {', '.join(unknown)}; there are {', '.join(found)}")
+        raise typer.BadParameter(f"no lesson {', '.join(unknown)}; the lessons are {', '.join(found)}")
     return [path for number, path in found.items() if number in wanted or not wanted]
 
 
 def pictures() -> None:
     """Draw the README's pictures again (needs Chromium).
 
-    Figures of real runs, and a widget live in JupyterLab.
+    The pictures show real runs and a live widget in JupyterLab.
     """
     lesson = _lessons(["03"])[0]
     common.output_folder(PICTURE.parent)

@@ -1,4 +1,4 @@
-"""`bass load`: requests that come when they come, served here, by a server, or in virtual time."""
+"""`bass load`: serve requests at random arrival times, in process, by a server, or in virtual time."""
 
 from __future__ import annotations
 
@@ -36,62 +36,60 @@ def load(
     dtype: common.Dtype = None,
     device: common.Device = None,
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="a server that speaks OpenAI's protocol; none: a session here")
+        str | None, typer.Option(metavar="URL", help="an OpenAI-compatible server; default: a session in this process")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="of --url; none: the first that it has")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="model of --url; default: its first model")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="BASS_API_KEY", show_envvar=False, metavar="KEY", help="that --url asks for; or in BASS_API_KEY"
-        ),
+        typer.Option(envvar="BASS_API_KEY", show_envvar=False, metavar="KEY", help="API key of --url; or BASS_API_KEY"),
     ] = None,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="COSTS", help="in virtual time: here (of this pair), h100 (modelled) or FILE"),
+        typer.Option(metavar="COSTS", help="simulate with costs: here (this pair's), h100 (modelled) or FILE"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(**common.READ, help="of --simulate, by `bass record`; none: what ships")
+        Path | None, typer.Option(**common.READ, help="trace of `bass record` for --simulate; default: built in")
     ] = None,
     rate: Annotated[float, typer.Option(min=0, metavar="R", help="requests per second")] = 4.0,
-    count: Annotated[int, typer.Option(min=1, metavar="N", help="requests")] = 100,
-    burst: Annotated[float, typer.Option(min=1, metavar="N", help="requests that arrive together, mean")] = 1.0,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="number of requests")] = 100,
+    burst: Annotated[float, typer.Option(min=1, metavar="N", help="mean requests per arrival")] = 1.0,
     workload: Annotated[
-        Path | None, typer.Option(**common.READ, help="of requests, or of arrivals and lengths, .jsonl or .csv")
+        Path | None, typer.Option(**common.READ, help="requests (.jsonl), or arrivals and lengths (.csv)")
     ] = None,
-    save: Annotated[Path | None, typer.Option(**common.WRITTEN, help="save the workload to, .jsonl")] = None,
+    save: Annotated[Path | None, typer.Option(**common.WRITTEN, help="save the workload as .jsonl")] = None,
     prompts: common.Prompts = "mini",
     max_new_tokens: common.NewTokens = 64,
     least_new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="each request draws from these to the most; none: the most")
+        int | None, typer.Option(min=1, metavar="N", help="draw new tokens from N to the maximum; default: maximum")
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="seconds after which clients leave")
+        float | None, typer.Option(min=0, metavar="S", help="seconds until a client cancels its request")
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once, but of --url")] = 8,
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once; not with --url")] = 8,
     draft_length: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="0: no drafting; a policy decides if none; not of --url")
+        int | None, typer.Option(min=0, metavar="N", help="0: no drafting; default: a policy decides; not with --url")
     ] = None,
     temperature: common.Temperature = 0.0,
     seed: common.Seed = 0,
     between_ms: Annotated[
-        float | None, typer.Option(min=0, metavar="MS", help="target: between tokens, 99 of 100 requests")
+        float | None, typer.Option(min=0, metavar="MS", help="latency target: between tokens, 99% of requests")
     ] = None,
-    first_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="target: to the first token")] = None,
-    end_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="target: to the end")] = None,
-    warm_up: Annotated[float, typer.Option(min=0, max=0.9, metavar="X", help="share of requests left out")] = 0.1,
-    highest: Annotated[bool, typer.Option("--highest", help="find the highest rate that keeps the target")] = False,
+    first_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="latency target: first token")] = None,
+    end_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="latency target: last token")] = None,
+    warm_up: Annotated[float, typer.Option(min=0, max=0.9, metavar="X", help="share of requests to leave out")] = 0.1,
+    highest: Annotated[bool, typer.Option("--highest", help="find the highest rate within the target")] = False,
     record: Annotated[
         Path | None,
-        typer.Option(**common.WRITTEN, help="append the most requests per second, by default and without drafting"),
+        typer.Option(**common.WRITTEN, help="append the highest load with the default policy and without drafting"),
     ] = None,
     as_json: common.Json = False,
 ) -> None:
-    """Serve requests that come when they come, and time them.
+    """Serve requests at random arrival times, and time them.
 
-    By a session here, by a server (--url), or in virtual time (--simulate). The fields of --json: served, workload,
-    metrics (metric, statistic, value, low and high of the 95% interval; times in ms) and errors (requests that failed;
-    with some it ends with exit code 1); with --simulate costs; with --highest rate, missed and tried, and all else at
-    that rate; with --record the line.
+    A session in this process, a server (--url) or a simulation (--simulate) serves the requests. The fields of --json:
+    served, workload, metrics (metric, statistic, value, low and high of the 95% interval; times in ms), errors (failed
+    requests; exit code 1 if any). --simulate adds costs. --highest adds rate, missed and tried; the other fields
+    describe the run at this rate. --record adds the line.
     """
     from bass_core import checks
     from bass_lab.load import Poisson, Target, Workload, in_process, over_http
@@ -102,9 +100,9 @@ def load(
     if rate == 0:
         raise ValueError("--rate must be above 0 requests per second")
     if highest and aim is None:
-        raise ValueError("--highest needs a target to keep: --between-ms, --first-ms or --end-ms")
+        raise ValueError("--highest needs a latency target: --between-ms, --first-ms or --end-ms")
     if save is not None and (save.suffix == ".csv" or (workload is not None and save.resolve() == workload.resolve())):
-        raise ValueError(f"--save writes JSON lines, to a file of their own: {save} will not do, name another .jsonl")
+        raise ValueError(f"--save writes JSON lines and cannot use {save}: name another file with .jsonl")
     ours = {"--target": target, "--draft": draft, "--dtype": dtype, "--device": device, "--draft-length": draft_length}
     ours["--max-batch-size"] = _given(context, "max_batch_size")
     _exclude("--url", url, ours | {"--simulate": simulate, "--record": record})
@@ -113,7 +111,7 @@ def load(
         _exclude("a run without --simulate", True, {"--trace": trace})
     elif trace is None:
         _exclude("--simulate without --trace, for the embedded pair,", True, {"--target": target, "--draft": draft})
-    _exclude("--simulate, of texts that were sampled before,", simulate, {"--temperature": temperature or None})
+    _exclude("--simulate uses recorded texts and", simulate, {"--temperature": temperature or None})
     if url is None:
         _exclude("a run without --url", True, {"--model": model, "--api-key": _given(context, "api_key")})
     drawn = ("rate", "count", "burst", "max_new_tokens", "least_new_tokens", "deadline")
@@ -128,7 +126,7 @@ def load(
     if record is not None:
         from bass_lab.measure import records
 
-        records.mended(record)  # before anything is served
+        records.mended(record)  # fail before serving
     if save is not None:
         asked.save(save)
     own = {"temperature": temperature}
@@ -183,34 +181,34 @@ def load(
 
 
 def _held_alone(serve: Callable[[Workload], LoadRun], asked: Workload, aim: Target) -> None:
-    """Raise ValueError where a request that is served alone misses the target twice: every rate would."""
+    """Raise ValueError if a single request misses the target twice, because then every rate misses the target."""
     from bass_lab.load import Workload
 
     one = Workload(asked.requests.head(1).assign(arrived=0.0), asked.meta)
-    runs = [serve(one), serve(one)]  # the first meets a server that is not warm
+    runs = [serve(one), serve(one)]  # the first run warms the server up
     if not any(run.met(aim).all() for run in runs):
         found = runs[-1].latencies.iloc[0]
         took = ", ".join(f"{name} {found[name]:.4g}" for name in aim.limits if name in found)
         why = next(iter(runs[-1].meta.get("errors", {}).values()), f"it takes {took}")
-        raise ValueError(f"a request that is served alone misses the target already: {why}")
+        raise ValueError(f"a single request already misses the target: {why}")
 
 
 def _exclude(name: str, given: object, others: dict[str, object]) -> None:
-    """Raises ValueError for options that would not be honoured beside another."""
+    """Raise ValueError if one of `others` is given together with the option `name`."""
     for other, value in others.items():
         if given is not None and value is not None:
             raise ValueError(f"{name} does not take {other}: leave it out")
 
 
 def _given(context: typer.Context, name: str) -> bool | None:
-    """Whether an option was written; None: it has its default."""
+    """Return True if the user wrote the option, else None."""
     return common.is_given(context, name) or None
 
 
 def _models_and_costs(
     target: str | None, draft: str | None, dtype: str | None, device: str | None, simulate: str | None
 ) -> tuple[ModelPair, CostModel | None]:
-    """What serves, and the costs that the default policy and the simulator go by."""
+    """Return the pair, and the costs for the default policy and the simulator."""
     from bass_core.loading.measured_costs import costs_like
     from bass_core.policies.costs import CostModel
     from bass_lab.measure.modelled_costs import modelled_h100
@@ -225,7 +223,7 @@ def _models_and_costs(
         return pair, CostModel.load(simulate)
     cost = costs_like(pair)
     if cost is None and simulate:
-        raise ValueError("no costs of this pair are known here; `bass calibrate` measures them")
+        raise ValueError("no measured costs of this pair on this device; run `bass calibrate`")
     return pair, cost
 
 
@@ -257,7 +255,7 @@ def _recorded(
     how: dict,
     progress: Progress,
 ) -> dict:
-    """Measure, and append the line."""
+    """Measure, append the line to the record, and return the line."""
     from bass_lab.load import measurement
     from bass_lab.measure import records
 
@@ -286,16 +284,16 @@ def _tell(document: dict, run: LoadRun | None, aim: Target | None, warm_up: floa
     if "tried" in document:
         tables.show_table(document["tried"], "rates tried, requests per second")
         rate, missed = document["rate"], document["missed"]
-        misses = f"lowest that misses it: {missed:.4g}/s" if math.isfinite(missed) else "none that was tried misses it"
-        tables.show(f"highest that keeps the target: {rate:.4g}/s; {misses}\n")
+        misses = f"lowest rate above it: {missed:.4g}/s" if math.isfinite(missed) else "no tried rate missed it"
+        tables.show(f"highest rate within the target: {rate:.4g}/s; {misses}\n")
     if run is None:
         return
-    served = f"{document['served']} by costs of {document['costs']}" if "costs" in document else document["served"]
+    served = f"{document['served']} with costs of {document['costs']}" if "costs" in document else document["served"]
     tables.show_table(run.table(aim, warm_up=warm_up), f"{document['workload']}, {served}; ms, 95% intervals")
     tables.show_facts(run.rates(aim, warm_up=warm_up), "")
     if document["errors"]:
         first = next(iter(run.meta["errors"].values()))
-        tables.show(f"{document['errors']} requests failed, the first: {first}", "bold red")
+        tables.show(f"{document['errors']} requests failed, first error: {first}", "bold red")
 
 
 def _tell_record(line: dict) -> None:
@@ -316,5 +314,5 @@ def _tell_record(line: dict) -> None:
     tables.show(
         f"highest load with {aim['between_ms']:.3g} ms between tokens and {aim['first_ms']:.3g} ms to the first: "
         f"{highest['none']:.3g}/s without drafting, {highest['default']:.3g}/s with the default policy, {ratio}; "
-        f"at the worst load {line['least_over_none']:.2f}×"
+        f"lowest ratio at any load {line['least_over_none']:.2f}×"
     )

@@ -1,4 +1,4 @@
-"""The `bass` command: its parts, and what `bass` alone says."""
+"""The `bass` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bass_lab.cli import checks, common, decoding, lessons, load, measuring, ser
 app = typer.Typer(
     cls=common.CommandLine,
     no_args_is_help=True,
-    rich_markup_mode=None,  # plain help: more room in 80 columns, and the same in a pipe
+    rich_markup_mode=None,  # plain help: more text in 80 columns, and the same output in a pipe
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 command = functools.partial(app.command, cls=common.Command)
@@ -47,9 +47,9 @@ def main(
 ) -> None:
     """Batched speculative decoding, hands on.
 
-    Models are named by --target and --draft; without them it is the embedded pair. With --json a command prints one
-    JSON document and nothing else. Progress and errors go to standard error; exit code 1: a check failed, 2: the
-    request cannot be met. With BASS_DEBUG=1 an error shows where it was raised.
+    --target and --draft select models; the default is the embedded pair. With --json a command prints only one JSON
+    document. Progress and errors go to standard error. Exit code 1: a check failed; 2: invalid options or input. With
+    BASS_DEBUG=1 an error prints its traceback.
     """
 
 

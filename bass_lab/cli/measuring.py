@@ -1,4 +1,4 @@
-"""`bass bench`, `calibrate`, `record` and `eval`: how fast, at what cost, how much is accepted, how much is right."""
+"""`bass bench`, `calibrate`, `record` and `eval`: measure speed, step costs, acceptance and quality."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="METHOD",
-            help="transformers, assisted, regular, single or batched, regular among them; may be repeated; none: all "
-            "that this pair can",
+            help="transformers, assisted, regular (required), single or batched; may be repeated; default: all that "
+            "this pair supports",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="interleaved repeats")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="per row")] = 128,
     temperature: common.Temperature = 0.2,
-    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="of single and batched")] = 5,
+    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="for single and batched")] = 5,
     also_length: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="N", help="batched again with this draft length")
+        list[int] | None, typer.Option(min=1, metavar="N", help="add batched with this draft length")
     ] = None,
     also_draft: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="batched again with drafts of this, as for --draft, and each length"),
+        typer.Option(metavar="NAME", help="add batched with this draft (as --draft) and each length"),
     ] = None,
-    also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
+    also_default: Annotated[bool, typer.Option("--also-default", help="add batched with the default policy")] = False,
     vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
-    take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
+    take_turns: Annotated[bool, typer.Option("--take-turns", help="interleave the methods' steps")] = False,
     record: Annotated[
-        Path | None, typer.Option(**common.WRITTEN, help="append to this file of JSON lines, and check all of it")
+        Path | None, typer.Option(**common.WRITTEN, help="append to this JSON Lines file, and check the whole file")
     ] = None,
-    check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
+    check_only: Annotated[bool, typer.Option("--check-only", help="only check the --record")] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Time all ways to decode, side by side.
+    """Time all decoding methods, interleaved.
 
-    Regular, single-sequence and batched speculative decoding, and transformers' own. The fields of --json: results, a
-    record for each method, batch size and prompt set.
+    The methods: regular, single-sequence and batched speculative decoding, and transformers' regular and assisted
+    generation. The field of --json: results, a record per method, batch size and prompt set.
     """
     from bass_core.loading.model_pair import embedded_draft, load_draft
     from bass_core.loading.quantization import SELF_DRAFTS, kind_of, quantized
@@ -75,7 +75,7 @@ def bench(
     if record is not None:
         checked = records.read(record) if check_only else records.mended(record)
     if checked:
-        typer.echo(f"{record}: {len(checked)} lines are as they should be", err=True)
+        typer.echo(f"{record}: {len(checked)} lines are valid", err=True)
     if check_only:
         if as_json:
             common.print_json({"results": checked})
@@ -85,7 +85,7 @@ def bench(
     if vary_prompts:
         sets = {label(name): prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
-    for texts in sets.values():  # before the first is measured
+    for texts in sets.values():  # fail before measuring
         check_context(pair, max(map(len, token_ids(pair, texts))), max_new_tokens)
     where, results = {"dtype": pair.target.dtype, "device": pair.device}, []
     held = {"target": pair.target, "draft": pair.drafter.models[0] if pair.drafter.models else None}
@@ -118,7 +118,7 @@ def bench(
             if not as_json:
                 with progress.aside():
                     _tell_speeds(lines)
-            if record is not None and _is_exact(lines):  # others are no record of speed
+            if record is not None and _is_exact(lines):  # the speed of wrong text is not recorded
                 records.append(record, lines)
     if as_json:
         common.print_json({"results": results})
@@ -127,7 +127,7 @@ def bench(
 
 
 def _is_exact(lines: list[dict]) -> bool:
-    """Whether all greedy rows of ours are transformers'."""
+    """Return True if all greedy rows of our methods equal transformers' rows."""
     from bass_lab.measure import records
 
     ours = (line["exactness"] for line in lines if line["method"] not in records.PEERS)
@@ -147,24 +147,24 @@ def calibrate(
     target: common.Target = None,
     draft: common.Draft = None,
     weights: Annotated[
-        str, typer.Option(metavar="KIND", help="hub; or dummy: random ones in models of a known name")
+        str, typer.Option(metavar="KIND", help="hub, or dummy: random weights for a named pair")
     ] = "hub",
     dtype: common.Dtype = None,
     device: common.Device = None,
     quantize: common.Quantize = None,
     rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
-    seconds: Annotated[float, typer.Option(min=0, metavar="S", help="time to measure in")] = 42.0,
+    seconds: Annotated[float, typer.Option(min=0, metavar="S", help="seconds for the measurement")] = 42.0,
     output: Annotated[
-        Path | None, typer.Option(**common.WRITTEN, help="file to save to; none: where policies look for it")
+        Path | None, typer.Option(**common.WRITTEN, help="output file; default: the cache that policies read")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Measure once what steps cost here, for the default policy.
+    """Measure step costs for the default policy.
 
-    From then on the draft length of these models on this device is the one with the most expected tokens per second.
-    The fields of --json: saved (the file), device, models, acceptance (drafts accepted and refused in a few texts;
-    null without a tokenizer), batches and, after --check, check: what the tables show.
+    With these costs the default policy chooses the draft length with the most expected tokens per second, for these
+    models on this device. The fields of --json: saved (the file), device, models, acceptance (accepted and rejected
+    drafts in a few texts; null without a tokenizer), batches and, with --check, check (rows of the tables).
     """
     from bass_core.loading import measured_costs
     from bass_lab.named_pairs import named_pair
@@ -196,12 +196,12 @@ def calibrate(
         tables.show_table(document["check"], "\npredicted and real decode time")
     if cost.acceptance is not None:
         kept, lost = cost.acceptance
-        typer.echo(f"α {kept / (kept + lost):.2f} in a few texts, with which the default policy begins")
+        typer.echo(f"α {kept / (kept + lost):.2f} in a few texts: the initial estimate of the default policy")
     typer.echo(f"saved {path}")
 
 
 def record(
-    output: Annotated[Path, typer.Argument(**common.WRITTEN, help="to save to, such as trace.npz")],
+    output: Annotated[Path, typer.Argument(**common.WRITTEN, help="output file, such as trace.npz")],
     target: common.Target = None,
     draft: Annotated[
         str | None, typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder of the draft model")
@@ -210,17 +210,17 @@ def record(
     device: common.Device = None,
     quantize: common.Quantize = None,
     prompts: common.Prompts = "mini",
-    count: Annotated[int, typer.Option(min=1, metavar="N", help="prompts of it")] = 96,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="number of prompts")] = 96,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="texts per prompt")] = 1,
     max_new_tokens: common.NewTokens = 128,
     temperature: common.Temperature = 0.2,
     seed: common.Seed = 0,
     as_json: common.Json = False,
 ) -> None:
-    """Record which drafts would be accepted, for `bass_lab.simulate`.
+    """Record acceptance for `bass_lab.simulate`.
 
-    The fields of --json: saved (the file), texts (how many), alpha (the chance that a draft is accepted if all before
-    it were).
+    The fields of --json: saved (the file), texts (count), alpha (the probability that a draft token is accepted if all
+    draft tokens before it were accepted).
     """
     from bass_lab.named_pairs import named_pair
     from bass_lab.pairs import name_of
@@ -251,16 +251,16 @@ def evaluate(
     quantize: common.Quantize = None,
     problems: Annotated[
         str | None,
-        typer.Option(callback=common.input_file, metavar="FILE", help="JSON lines or openai_humaneval; none: mini set"),
+        typer.Option(callback=common.input_file, metavar="FILE", help="JSON Lines or openai_humaneval; default: mini"),
     ] = None,
     trust_problems: Annotated[
         bool,
         typer.Option(
             "--trust-problems",
-            help="for a file other than HumanEval's: grading runs its code (prompt, test) outside the sandbox, as you",
+            help="accept a file other than HumanEval: grading runs its prompts and tests unsandboxed, as your user",
         ),
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="the first so many problems only")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="only the first N problems")] = None,
     methods: Annotated[
         list[str], typer.Option(metavar="METHOD", help="regular, single or batched; may be repeated")
     ] = ["regular", "single", "batched"],  # noqa: B006
@@ -268,34 +268,34 @@ def evaluate(
     budgets: Annotated[
         list[float] | None,
         typer.Option(
-            min=0, metavar="S", help="seconds to score at; may be repeated; none: quartiles of the finish times"
+            min=0, metavar="S", help="time budget in seconds; may be repeated; default: quartiles of finish times"
         ),
     ] = None,
     cut_off: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="seconds after which rows are cut off; none: all end")
+        float | None, typer.Option(min=0, metavar="S", help="seconds until rows are cut off; default: no limit")
     ] = None,
     max_new_tokens: common.NewTokens = 128,
     temperature: common.Temperature = 0.2,
-    draft_length: Annotated[int | None, typer.Option(min=1, metavar="N", help="a policy decides if none")] = None,
+    draft_length: Annotated[int | None, typer.Option(min=1, metavar="N", help="default: a policy decides")] = None,
     verification: common.Verification = "token",
     seed: common.Seed = 0,
     output: Annotated[
         Path | None,
-        typer.Option(callback=common.output_folder, metavar="FOLDER", help="of METHOD.jsonl; a second start goes on"),
+        typer.Option(callback=common.output_folder, metavar="FOLDER", help="for METHOD.jsonl; repeat to resume"),
     ] = None,
     no_texts: Annotated[
-        bool, typer.Option("--no-texts", help="store no completions and reasons; scores need neither")
+        bool, typer.Option("--no-texts", help="store no completions and no reasons (scores need neither)")
     ] = False,
     unsafe: Annotated[
-        bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
+        bool, typer.Option("--unsafe", help="run programs in an incomplete sandbox, too; the results say so")
     ] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Score what is right within a time budget.
+    """Score correct programs within a time budget.
 
-    Pass@First and Pass@All of problems with tests, by regular, single-sequence and batched speculative decoding.
-    The fields of --json: scores (budget in seconds; value, low and high: shares of problems with their 95% interval)
-    and settings, by method.
+    Measures Pass@First and Pass@All on problems with tests, for regular, single-sequence and batched speculative
+    decoding. The fields of --json: scores (budget in seconds; value, low and high: share of problems and 95% interval)
+    and settings by method.
     """
     import pandas as pd
 
@@ -304,9 +304,7 @@ def evaluate(
     from bass_lab.show import tables
 
     if cut_off is not None and budgets and max(budgets) > cut_off:
-        raise ValueError(
-            f"--budgets {max(budgets):g} is beyond --cut-off {cut_off:g}: what rows would become is not known"
-        )
+        raise ValueError(f"--budgets {max(budgets):g} is beyond --cut-off {cut_off:g}: write at most {cut_off:g}")
     chosen = load_problems(problems, trust_problems=trust_problems)[:limit]
     pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     options = {
@@ -317,9 +315,9 @@ def evaluate(
         with Progress() as progress:
             runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, progress=progress, **options)
     except SandboxUnavailable as error:
-        raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
+        raise ValueError(f"{error} (on the command line: --unsafe; the results say so)") from error
     except KeyboardInterrupt:
-        left = "nothing was stored" if output is None else f"the same command goes on with what {output} lacks"
+        left = "nothing was stored" if output is None else f"repeat the command to resume {output}"
         typer.echo(f"interrupted: {left}", err=True)
         raise typer.Exit(130) from None
     budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)

@@ -1,4 +1,4 @@
-"""How far a command's work is, on standard error: a bar with the time left in a terminal, a line per part elsewhere."""
+"""Show progress on standard error: a bar with the remaining time in a terminal, otherwise a line per stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORM = "{desc} {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
 
 
 class Progress:
-    """Called with what is being done and the share, 0 to 1, of the work done. A context: the bar goes when it ends."""
+    """Callback for a stage and the share of the work done, 0 to 1. Leaving the context removes the bar."""
 
     def __init__(self) -> None:
         from tqdm import tqdm
@@ -28,11 +28,11 @@ class Progress:
     def __call__(self, doing: str, share: float) -> None:
         if self._bar.disable and doing != self._doing:
             typer.echo(f"  {doing}", err=True)
-        self._bar.update(min(share, 1.0) - self._bar.n)  # is drawn ten times a second at most
+        self._bar.update(min(share, 1.0) - self._bar.n)  # tqdm draws at most ten times a second
         if doing != self._doing:
             self._bar.set_description_str(doing)
         self._doing = doing
 
     def aside(self) -> AbstractContextManager:
-        """In this context standard output can be written to: the bar stands below what is printed."""
+        """Return a context for printing to standard output. The bar moves below the printed text."""
         return self._bar.external_write_mode()

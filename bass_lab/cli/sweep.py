@@ -1,4 +1,4 @@
-"""`bass sweep`: what a sweep says to the person who started it."""
+"""`bass sweep`: run a notebook for all combinations of parameters, and report the results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from bass_lab.sweep.planning import SweepPlan
 
-SHOWN = 3  # failures told in full; the others lie in the folder
-LINES = 40  # of each
+SHOWN = 3  # failures printed in full
+LINES = 40  # lines of each failure
 EXAMPLES = common.examples(
     "bass sweep notebooks/08_latency_and_utilization.ipynb \\",
     "    -p batch_size=1,2,4,8 -p draft_length=auto,4,7 --out runs/latency",
@@ -27,13 +27,11 @@ EXAMPLES = common.examples(
 
 def sweep(
     notebook: Annotated[
-        Path, typer.Argument(**common.REGULAR | {"metavar": "NOTEBOOK"}, help="one with a `parameters` cell")
+        Path, typer.Argument(**common.REGULAR | {"metavar": "NOTEBOOK"}, help="a notebook with a `parameters` cell")
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            callback=common.output_folder, metavar="FOLDER", help="of the results; a second start goes on there"
-        ),
+        typer.Option(callback=common.output_folder, metavar="FOLDER", help="folder of the results; repeat to resume"),
     ],
     values: Annotated[
         list[str] | None,
@@ -41,29 +39,29 @@ def sweep(
     ] = None,
     rows: Annotated[
         Path | None,
-        typer.Option(**common.REGULAR, help="CSV or YAML, a run's parameters in each row"),
+        typer.Option(**common.REGULAR, help="CSV or YAML with the parameters of one run per row"),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="runs at a time; keep 1 where runs measure time")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="concurrent runs; keep 1 if runs measure time")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(min=0.1, metavar="S", help="seconds for each run; none: no limit")
+        float | None, typer.Option(min=0.1, metavar="S", help="seconds per run; default: no limit")
     ] = None,
     retries: Annotated[
-        int, typer.Option(min=0, metavar="N", help="more attempts for a run whose process died or did not start")
+        int, typer.Option(min=0, metavar="N", help="more attempts if a run's process died or did not start")
     ] = 2,
-    executor: Annotated[Literal["local", "ray"], typer.Option(help="where runs take place")] = "local",
+    executor: Annotated[Literal["local", "ray"], typer.Option(help="executor of the runs")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="of a Ray cluster; none: one on this machine, for the sweep")
+        str | None, typer.Option(metavar="ADDRESS", help="address of a Ray cluster; default: a new local cluster")
     ] = None,
     gpus_per_run: Annotated[
-        int, typer.Option(min=0, metavar="N", help="GPUs that a run has to itself; 0: it sees all")
+        int, typer.Option(min=0, metavar="N", help="GPUs reserved for each run; 0: every run sees all GPUs")
     ] = 0,
-    html: Annotated[bool, typer.Option("--html", help="write each executed notebook as a page, too")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the runs, and do nothing")] = False,
+    html: Annotated[bool, typer.Option("--html", help="also write executed notebooks as pages")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show the runs")] = False,
 ) -> None:
     """Run a notebook for all combinations of parameters.
 
-    Names and values are checked first; a name that is none is answered with those that are. What is done stays done:
-    an interrupted or killed sweep goes on where it was when it is started again.
+    The command checks names and values first, and lists the valid names after an unknown name. Finished runs are kept:
+    start an interrupted or killed sweep again to resume it.
     """
     from bass_lab.show import tables
     from bass_lab.sweep import planning
@@ -73,7 +71,7 @@ def sweep(
         raise ValueError(f"--ray-address {ray_address} needs --executor ray")
     try:
         plan = planning.plan(notebook, values or [], rows)
-    except ValueError as error:  # says what is valid, on lines of its own
+    except ValueError as error:  # the message lists valid values on separate lines
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     if dry_run:
@@ -82,7 +80,7 @@ def sweep(
         typer.echo(f"{_counts(table)}; nothing was run")
         return
     if not plan.records:
-        typer.echo(f"note: {notebook.name} has no parameter `output`, so it leaves executed notebooks and no records")
+        typer.echo(f"note: {notebook.name} has no parameter `output`: runs leave executed notebooks, but no records")
     ray = executor == "ray"
     place = RayExecutor(jobs, gpus_per_run, ray_address) if ray else LocalExecutor(jobs, gpus_per_run)
     progress = _Progress(plan)
@@ -101,13 +99,13 @@ def sweep(
     _tell_failures(failures, plan, out)
     _tell_all(found, plan, out)
     if len(failures) < len(found):
-        typer.echo(f'read it: bass_lab.load_records("{out}"), or notebooks/12_sweep_report.ipynb')
+        typer.echo(f'to read the results: bass_lab.load_records("{out}"), or notebooks/12_sweep_report.ipynb')
     if len(failures):
         raise typer.Exit(1)
 
 
 class _Progress:
-    """A bar in a terminal, a line per run elsewhere."""
+    """Show a bar in a terminal, otherwise a line per run."""
 
     def __init__(self, plan: SweepPlan):
         from tqdm import tqdm
@@ -137,7 +135,7 @@ def _tell_failures(failures: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
         typer.echo("\n".join([f"\n=== {line['run']} ({said}) {line['status']}: {line['error']}", *details]))
         typer.echo(f"=== kept in {line['kept']}")
     if len(failures) > SHOWN:
-        typer.echo(f"=== {len(failures) - SHOWN} more failures lie in {out / store.FAILED}")
+        typer.echo(f"=== {len(failures) - SHOWN} more failures are in {out / store.FAILED}")
 
 
 def _tell_all(found: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
@@ -162,7 +160,7 @@ def _counts(table: pd.DataFrame) -> str:
 
 
 def _pages(folder: Path) -> list[Path]:
-    """Write KEY/notebook.html for every finished run that has none. The pages share a script, and work offline."""
+    """Write KEY/notebook.html for every finished run without a page. The pages share a script and work offline."""
     import nbformat
 
     from bass_core.environment import write_whole

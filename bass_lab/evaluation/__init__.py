@@ -1,4 +1,4 @@
-"""Is what a model writes right, and right in time? Problems in HumanEval's format, and how many of them are solved."""
+"""Evaluation of model-written programs on problems in HumanEval's format, also within a time budget."""
 
 from bass_lab.evaluation.problems import Problem as Problem
 from bass_lab.evaluation.problems import load_problems as load_problems

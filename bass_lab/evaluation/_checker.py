@@ -1,7 +1,7 @@
-"""Grades programs, in a process of its own beside the harness: trusted, and killed when a check does not end.
+"""Grade programs in a trusted process, which the harness kills if a check does not end.
 
-The check runs here and the program in the sandbox. The program gets the arguments of one call after another and never
-sees an expected value, so it can pass only by giving back right values.
+The check runs in this process, and the program in the sandbox. The program receives the arguments of each call but no
+expected values, so only correct return values pass.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import values
 from channel import Channel, ChannelError
 from confinement import die_with
 
-CPU_SECONDS = 4  # the worker's limit
-MOST_MEMORY = 2**31  # a check may not fill the machine with what a result makes it build
+CPU_SECONDS = 4  # limit of the worker
+MOST_MEMORY = 2**31  # bytes; a hostile result must not make the check fill the machine's memory
 MOST_TEXT = 200
-ENDS_LOOPS = (StopIteration, StopAsyncIteration)  # `all(map(candidate, ...))` would end early, and be true
+ENDS_LOOPS = (StopIteration, StopAsyncIteration)  # would end `all(map(candidate, ...))` early with True
 SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 def main(read: int, write: int, parent: int) -> None:
-    """Grade the jobs that come from the harness, whose process is `parent`, until it closes the pipe."""
+    """Grade jobs until the harness closes the pipe. parent: process id of the harness."""
     harness = Channel(read, write)
     try:
         try:
@@ -37,7 +37,7 @@ def main(read: int, write: int, parent: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
         except ProcessLookupError:
             os._exit(1)
-        except (OSError, ValueError):  # not Linux: the harness has refused to run there unless told otherwise
+        except (OSError, ValueError):  # not Linux: the harness runs here only with unsafe=True
             pass
         harness.send({"ready": True})
         while True:
@@ -47,7 +47,7 @@ def main(read: int, write: int, parent: int) -> None:
 
 
 def grade(job: dict) -> dict:
-    """{"passed", "reason"}; or {"lacking"}: what the sandbox could not do; or {"fault"}: what is wrong with a check."""
+    """Return {"passed", "reason"}, or {"lacking"} for an incomplete sandbox, or {"fault"} for a broken check."""
     program = Program(job)
     try:
         if (lacking := program.start(job["prompt"] + job["completion"])) and not job["unsafe"]:
@@ -73,7 +73,7 @@ def grade(job: dict) -> dict:
 
 
 def load_check(job: dict, candidate) -> object:
-    """The dataset's `check`; its names are the prompt's helpers and, as the entry point, the sandboxed candidate."""
+    """Return the dataset's `check`. Globals: the prompt's helpers, and as the entry point the sandboxed candidate."""
     scope = {"__name__": "check"}
     exec(job["prompt"] + "    pass\n", scope)
     scope[job["entry_point"]] = candidate
@@ -82,7 +82,7 @@ def load_check(job: dict, candidate) -> object:
 
 
 def reason(error: BaseException, test: str) -> str:
-    """Why the check ended with an error of its own: the line that failed."""
+    """Return the reason for an error in the check: the line that failed."""
     line = _line(error.__traceback__, test)
     if isinstance(error, AssertionError):
         return f"wrong: {line}" + (f": {error}" if error.args else "")
@@ -103,7 +103,7 @@ def printable(text: str) -> str:
 
 
 class Program:
-    """The program in its sandbox: one question, one answer, each with a number that the program cannot know before."""
+    """The program in the sandbox. Every request has a fresh random number that the reply must repeat."""
 
     def __init__(self, job: dict) -> None:
         self._job = job
@@ -111,17 +111,17 @@ class Program:
         self._cpu = _children_seconds()
         self._process, *pipes = bare.start("_worker")
         self._channel = Channel(*pipes)
-        self.raised: BaseException | None = None  # what the last call raised, and how the program calls it
-        self.raised_as = ""
-        self.broken = ""  # what went wrong with the sandbox: no check can undo that by catching it
+        self.raised: BaseException | None = None  # exception of the last call
+        self.raised_as = ""  # type and text of this exception in the program
+        self.broken = ""  # reason of a sandbox failure; stays set even if the check catches the error
 
     def start(self, text: str) -> list[str]:
-        """What the sandbox lacks. The program's text is there, and not yet executed."""
+        """Send the program's text without executing it. Return what the sandbox lacks."""
         job = {"program": text, "entry_point": self._job["entry_point"], "unsafe": self._job["unsafe"]}
         return self._exchange(job)["lacking"]
 
     def call(self, *args: object, **kwargs: object) -> object:
-        """The candidate of `check`. Arguments and result go by value; what the program raises is raised here."""
+        """Call the program as the candidate of `check`. Arguments and results go by value; exceptions are re-raised."""
         return self.ask({"args": values.encode(list(args)), "kwargs": values.encode(kwargs)})
 
     def ask(self, message: dict) -> object:
@@ -132,28 +132,28 @@ class Program:
             name, text = map(str, reply["raised"])
             kind = getattr(builtins, name, None)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            self._break("error: a reply that is no value")
+            self._break("error: the reply is not a value")
         self.raised_as = f"{name}: {text}"
         try:
             catchable = issubclass(kind, Exception) and not issubclass(kind, ENDS_LOOPS)
             self.raised = kind(text) if catchable else RuntimeError(self.raised_as)
-        except TypeError:  # no class, or one that wants other arguments
+        except TypeError:  # not a class, or a class with other arguments
             self.raised = RuntimeError(self.raised_as)
         raise self.raised
 
     def finish(self) -> None:
-        """Raises ChannelError if anything has gone wrong that the check does not know, or nobody has asked for."""
+        """Raise ChannelError after a sandbox failure, or for an unexpected reply."""
         if self.broken:
             raise ChannelError(self.broken)
         if self._channel.pending():
-            self._break("error: a reply that nobody asked for")
+            self._break("error: an unexpected reply")
 
     def stop(self) -> None:
         bare.stop(self._process)
         self._channel.close()
 
     def _exchange(self, message: dict) -> dict:
-        """The reply to a message; whatever else happens breaks the sandbox for good."""
+        """Return the reply to a message. Any failure marks the sandbox as broken."""
         self.finish()
         nonce = os.urandom(8).hex()
         try:
@@ -162,9 +162,9 @@ class Program:
         except ChannelError as error:
             self._break(self._death() if str(error) == "died" else str(error))
         except (ValueError, RecursionError):
-            self._break("error: a reply that is not JSON")
+            self._break("error: the reply is not JSON")
         if type(reply) is not dict or reply.get("nonce") != nonce:
-            self._break("error: a reply to another question")
+            self._break("error: a reply to another request")
         return reply
 
     def _break(self, why: str) -> None:
@@ -172,9 +172,9 @@ class Program:
         raise ChannelError(self.broken)
 
     def _death(self) -> str:
-        """How the worker ended, for the reader only."""
+        """Return a description of the worker's end, for the report."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)  # its pipe is closed a moment before it has ended
+            self._process.wait(0.2)  # the pipe closes shortly before the process ends
         if self._process.returncode is None:
             return "error: the program closed its pipe"
         status = self._process.returncode

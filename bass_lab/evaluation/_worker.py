@@ -1,6 +1,6 @@
-"""Runs inside the sandbox: takes a program, gives up what it can do, executes the program and answers calls to it.
+"""The sandboxed process: receive a program, drop all privileges, execute the program, and answer calls.
 
-Nothing it sends is trusted, so once the program runs nothing here needs defending: it may patch whatever it likes.
+The checker trusts nothing from this process. The program may therefore patch anything here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from channel import Channel, ChannelError
 from confinement import die_with, drop_root, no_new_privileges, refuse_calls, restrict_files
 
 LIMITS = {"AS": 2**29, "NPROC": 1, "CPU": 4, "FSIZE": 2**20, "NOFILE": 32, "CORE": 0, "SIGPENDING": 0}
-# Modules that programs may want: imported while the files can be read, if the program's text has their name. Later the
-# system's shared libraries are out of reach, and so is the standard library of an interpreter under a private home.
+# Modules to import before confinement if the program's text contains the name. After confinement, the system's shared
+# libraries are not readable, nor is the standard library of an interpreter in a private home folder.
 IMPORTED = frozenset(
     re.findall(
         r"\w+",
@@ -29,7 +29,7 @@ IMPORTED = frozenset(
         "weakref xml zlib",
     )
 )
-LATER = {  # submodules that they need at use
+LATER = {  # submodules that these modules import at first use
     "collections": "collections.abc",
     "datetime": "_strptime",
     "urllib": "urllib.parse",
@@ -38,7 +38,7 @@ LATER = {  # submodules that they need at use
 
 
 def main(read: int, write: int, parent: int) -> None:
-    """`read` and `write`: the pipes to the checker, whose process is `parent`."""
+    """Serve the checker. read, write: the pipes to the checker. parent: process id of the checker."""
     channel = Channel(read, write)
     try:
         message = json.loads(channel.receive())
@@ -47,20 +47,20 @@ def main(read: int, write: int, parent: int) -> None:
         channel.send({"nonce": message["nonce"], "lacking": lacking})
         if not lacking or message["unsafe"]:
             answer(channel, message["program"], message["entry_point"])
-    except ChannelError:  # the checker has gone
+    except ChannelError:  # the checker has ended
         pass
     os._exit(0)
 
 
 def import_mentioned(program: str) -> None:
     for name in IMPORTED.intersection(re.findall(r"\w+", program)):
-        with contextlib.suppress(ImportError):  # an interpreter built without it
+        with contextlib.suppress(ImportError):  # the interpreter was built without this module
             __import__(name)
             __import__(LATER.get(name, name))
 
 
 def confine(parent: int) -> list[str]:
-    """Give up everything, in an order that works; what could not be done, in words."""
+    """Apply all measures, in a fixed order: some need privileges that later measures drop. Return the failures."""
     measures = {
         "limits": limit,
         "no_new_privs": no_new_privileges,
@@ -73,7 +73,7 @@ def confine(parent: int) -> list[str]:
     for name, measure in measures.items():
         try:
             measure()
-        except (OSError, ValueError, AttributeError) as error:  # the last: this system has no such call
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: the system lacks the call
             lacking.append(f"{name}: {error}")
     return lacking
 
@@ -87,9 +87,9 @@ def limit() -> None:
 
 
 def answer(channel: Channel, program: str, entry_point: str) -> None:
-    """Load the program when asked, then make each call that is asked for."""
+    """Process messages: load the program, or call the entry point."""
     module = type(sys)("candidate")
-    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    sys.modules[module.__name__] = module  # for dataclasses and pickle
     while True:
         message = json.loads(channel.receive())
         reply = {"nonce": message["nonce"], "value": None}
@@ -100,6 +100,6 @@ def answer(channel: Channel, program: str, entry_point: str) -> None:
             else:
                 exec(compile(program, "<program>", "exec"), module.__dict__)
                 getattr(module, entry_point)
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # including SystemExit
             reply = {"nonce": message["nonce"], "raised": [type(error).__name__, str(error)[:200]]}
         channel.send(reply)

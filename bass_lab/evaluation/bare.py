@@ -1,4 +1,4 @@
-"""Python processes that load nothing but a module of this folder: no site packages, no environment, no `bass_core`."""
+"""Start minimal Python processes for a module of this folder: no site packages, no environment, no `bass_core`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ START = "import sys; sys.path.append({here!r}); import {module}; sys.path.remove
 
 
 def start(module: str) -> tuple[subprocess.Popen, int, int]:
-    """Runs `module.main(read, write, this process's id)` in a session of its own: (process, our read, our write end).
+    """Run `module.main(read, write, this process's id)` in a new session. Return (process, our read, our write end).
 
-    The process has no descriptors but these two pipes and /dev/null, and an empty environment.
+    The process has an empty environment and only the descriptors of two pipes and /dev/null.
     """
     their_read, our_write = os.pipe()
     our_read, their_write = os.pipe()
@@ -43,8 +43,8 @@ def start(module: str) -> tuple[subprocess.Popen, int, int]:
 
 
 def stop(process: subprocess.Popen) -> int:
-    """Kill the process and its group, if it still runs, and reap it: its exit status, negative for a signal."""
-    if process.returncode is None:  # it is not reaped, so that nobody else can have its id
+    """Kill a running process and its group, reap the process, and return the exit status (negative for a signal)."""
+    if process.returncode is None:  # not reaped, so the id still belongs to this process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

@@ -1,6 +1,6 @@
-"""Lines of JSON over two pipes, with a deadline: how the harness, the checker and the sandboxed worker speak.
+"""Exchange lines of JSON over two pipes with a deadline, between harness, checker and sandboxed worker.
 
-The other end may be hostile: it may send half a line and wait, never read, send without end or close the pipe.
+The other end may be hostile: send half a line and wait, never read, send without end, or close the pipe.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import os
 import select
 import time
 
-MOST_BYTES = 2**20  # of one line
+MOST_BYTES = 2**20  # maximum length of a line
 
 
 class ChannelError(BaseException):
-    """The other end did not keep to the protocol; str(error) says how: "timeout", "died", ...
+    """Violation of the protocol by the other end. str(error) is the kind: "timeout", "died", ...
 
-    A BaseException, because the datasets' checks may hold `except Exception`.
+    A BaseException, because checks of the datasets may contain `except Exception`.
     """
 
 
 class Channel:
-    """Reads lines from one file descriptor and writes lines to another; deadlines are of `time.monotonic`."""
+    """Reads lines from a file descriptor and writes lines to another. Deadlines are times of `time.monotonic`."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
         self._buffer = b""
-        os.set_blocking(write, False)  # who does not read must not hold the writer beyond the deadline
+        os.set_blocking(write, False)  # an end that does not read must not block the writer beyond the deadline
 
     def send(self, message: dict, deadline: float | None = None) -> None:
         data = memoryview(json.dumps(message).encode() + b"\n")
@@ -40,7 +40,7 @@ class Channel:
                 raise ChannelError("died") from None
 
     def receive(self, deadline: float | None = None) -> bytes:
-        """The next line, not parsed."""
+        """Return the next line, unparsed."""
         while b"\n" not in self._buffer:
             self._wait(self._read, select.POLLIN, deadline)
             chunk = os.read(self._read, 2**16)
@@ -53,7 +53,7 @@ class Channel:
         return line
 
     def pending(self) -> bool:
-        """Whether the other end has sent what nobody has read."""
+        """Return True if there is unread data."""
         return bool(self._buffer) or bool(_poll(self._read, select.POLLIN, 0) & select.POLLIN)
 
     def close(self) -> None:

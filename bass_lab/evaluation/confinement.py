@@ -1,10 +1,9 @@
-"""What a process gives up before it runs a program that nobody trusts: Linux's Landlock and seccomp, by ctypes.
+"""Confine this process before an untrusted program runs, with Linux's Landlock and seccomp, by ctypes.
 
-Neither needs privileges or packages, and both work inside containers that refuse namespaces. Landlock (Linux >= 5.13)
-leaves the standard library to read and nothing to write. A seccomp filter refuses the system calls that reach beyond
-the process: other processes, signals, sockets, what outlives it, and the changes to files that Landlock does not see
-(chmod, utime, extended attributes; before Linux 6.2, that opening a file empties it). Everything here is for good, also
-for the process's children.
+Both need no privileges or packages, and work in containers without namespaces. Landlock (Linux >= 5.13) leaves only the
+standard library readable, and nothing writable. A seccomp filter refuses system calls that reach beyond the process:
+other processes, signals, sockets, persistent objects, and file changes that Landlock does not cover (chmod, utime,
+extended attributes; before Linux 6.2, truncation by open). All measures are permanent and apply to child processes.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import struct
 import sys
 
 NOBODY = 65534
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp calls them
-NEWEST = 456  # the newest system call that the filter lets through, on both
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # seccomp's numbers of the architectures
+NEWEST = 456  # highest system call number that the filter allows, on both
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 SECCOMP_RET_ERRNO, SECCOMP_RET_KILL, SECCOMP_RET_ALLOW = 0x00050000, 0x80000000, 0x7FFF0000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-OPEN_FLAGS = ("O_CLOEXEC", "O_DIRECTORY", "O_LARGEFILE", "O_NOFOLLOW", "O_NONBLOCK")  # no other: files open to read
-FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # no other: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
+OPEN_FLAGS = ("O_CLOEXEC", "O_DIRECTORY", "O_LARGEFILE", "O_NOFOLLOW", "O_NONBLOCK")  # allowed flags: read-only opens
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # allowed: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 
-# name, number on x86_64, number on aarch64 ("-": it does not have the call)
+# name, number on x86_64, number on aarch64 ("-": no such call)
 NEEDED = "prctl 157 167, seccomp 317 277"
-JUDGED = "open 2 -, openat 257 56, openat2 437 437, fcntl 72 25"  # by their arguments
+JUDGED = "open 2 -, openat 257 56, openat2 437 437, fcntl 72 25"  # allowed or refused by argument
 REFUSED = (
     # processes
     "fork 57 -, vfork 58 -, clone 56 220, clone3 435 435, execve 59 221, execveat 322 281, setsid 112 157, "
@@ -37,14 +36,14 @@ REFUSED = (
     "seccomp 317 277, personality 135 92, modify_ldt 154 -, "
     # signals
     "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, "
-    "pidfd_send_signal 424 424, timer_create 222 107, "  # each timer takes a place in the user's queue of signals
-    # limits and turns of the processes of the same user
+    "pidfd_send_signal 424 424, timer_create 222 107, "  # each timer occupies the user's queue of signals
+    # limits and scheduling of the same user's processes
     "prlimit64 302 261, setpriority 141 140, sched_setaffinity 203 122, sched_setscheduler 144 119, "
     "sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, "
     # sockets
     "socket 41 198, socketpair 53 199, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, "
     "sendto 44 206, sendmsg 46 211, sendmmsg 307 269, recvfrom 45 207, recvmsg 47 212, recvmmsg 299 243, "
-    # what outlives the process, or is outside its address space
+    # persistent objects, and memory outside the address space
     "shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, "
     "msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, "
     "memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219, "
@@ -63,7 +62,7 @@ REFUSED = (
     # identities
     "setuid 105 146, setgid 106 144, setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149, "
     "setfsuid 122 151, setfsgid 123 152, setgroups 116 159, capset 126 91, "
-    # files; Landlock does not see those before mkdir
+    # files; Landlock does not cover the calls before mkdir
     "chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, "
     "fchownat 260 54, utime 132 -, utimes 235 -, utimensat 280 88, futimesat 261 -, setxattr 188 5, lsetxattr 189 6, "
     "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, flock 73 32, ioctl 16 29, "
@@ -74,7 +73,7 @@ REFUSED = (
 
 
 def lacking() -> list[str]:
-    """What this machine does not have for a sandbox, in words; empty if it has all. Changes nothing."""
+    """Return the requirements of the sandbox that this machine lacks. Changes nothing."""
     if sys.platform != "linux" or _machine() not in ARCHITECTURES:
         return [f"Linux on {' or '.join(ARCHITECTURES)} (this is {sys.platform} on {_machine()})"]
     missing = []
@@ -91,7 +90,7 @@ def lacking() -> list[str]:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """One system call; OSError if it fails."""
+    """Make a system call and return the result. Raises OSError if the call fails."""
     libc = _libc()
     result = libc.syscall(*(ctypes.c_long(part) if isinstance(part, int) else part for part in (number, *arguments)))
     if result == -1:
@@ -101,7 +100,7 @@ def syscall(number: int, *arguments: object) -> int:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)  # Windows has none
+    libc = ctypes.CDLL(None, use_errno=True)  # fails on Windows
     libc.syscall.restype = ctypes.c_long
     return libc
 
@@ -111,7 +110,7 @@ def _machine() -> str:
 
 
 def _numbers(table: str) -> dict[str, int]:
-    """The table's system calls that this architecture has."""
+    """Return the numbers of the table's system calls on this architecture."""
     column = 1 + list(ARCHITECTURES).index(_machine())
     rows = [row.split() for row in table.split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
@@ -122,12 +121,12 @@ def _prctl(option: int, *arguments: object) -> None:
 
 
 def no_new_privileges() -> None:
-    """Set-uid programs give nothing any more; Landlock and seccomp ask for it."""
+    """Disable set-uid programs, as Landlock and seccomp require."""
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_root() -> None:
-    """Become nobody if root, with no groups and so no capabilities."""
+    """If root, become an unprivileged user, without groups and capabilities."""
     if os.getuid() == 0 or os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -135,9 +134,9 @@ def drop_root() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent dies, however it dies. To be called after `drop_root`: a change of the uid undoes it.
+    """Have the kernel kill this process when the parent dies. Call after `drop_root`: a change of the uid resets this.
 
-    ProcessLookupError if the parent died before.
+    Raises ProcessLookupError if the parent is already dead.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -145,14 +144,14 @@ def die_with(parent: int) -> None:
 
 
 def landlock_version() -> int:
-    """Version of Landlock's interface; OSError where the kernel has none."""
+    """Return the version of Landlock's interface. Raises OSError on a kernel without Landlock."""
     return syscall(LANDLOCK_CREATE_RULESET, 0, 0, 1)
 
 
 def readable_paths() -> list[str]:
-    """Return the modules of the standard library and the time zones that exist.
+    """Return the paths of the standard library's modules and of the time zones.
 
-    A list of folders would not do: Landlock has no exceptions, and any folder above may hold packages and their data.
+    Each module is listed separately, because Landlock has no exceptions and the library's folder may contain packages.
     """
     library = os.path.dirname(os.__file__)
     names = {"lib-dynload", "__pycache__", *sys.stdlib_module_names}
@@ -161,9 +160,9 @@ def readable_paths() -> list[str]:
 
 
 def restrict_files() -> None:
-    """Nothing to write, execute or create, and only `readable_paths` to read; no TCP, no signals to others.
+    """Allow only reading of `readable_paths`: no writing, executing or creating of files, no TCP, no signals to others.
 
-    Before `drop_root`: nobody may not be able to reach the interpreter's libraries, to which the rules point.
+    Call before `drop_root`: an unprivileged user may lack access to the interpreter's libraries, which the rules name.
     """
     version = landlock_version()
     rights = ((1 << (13 + (version >= 2) + (version >= 3))) - 1) | (version >= 5) << 15
@@ -180,9 +179,9 @@ def restrict_files() -> None:
 
 
 def refuse_calls(refused: str = REFUSED, judged: str = JUDGED) -> None:
-    """Make the calls of `refused` fail with EPERM, and those of `judged` unless their arguments are harmless.
+    """Make the calls of `refused` fail with EPERM, and the calls of `judged` unless the arguments are harmless.
 
-    openat2 and calls newer than NEWEST cannot be judged, and fail as on a kernel that does not have them (ENOSYS).
+    openat2 and calls above NEWEST fail with ENOSYS, as on a kernel without these calls.
     """
     program = bpf_program(sorted(_numbers(refused).values()), _numbers(judged))
     instructions = ctypes.create_string_buffer(program, len(program))
@@ -191,13 +190,13 @@ def refuse_calls(refused: str = REFUSED, judged: str = JUDGED) -> None:
 
 
 def bpf_program(refused: list[int], judged: dict[str, int]) -> bytes:
-    """Classic BPF over `struct seccomp_data` (nr, arch, instruction pointer, arguments)."""
+    """Return the filter as classic BPF over `struct seccomp_data` (nr, arch, instruction pointer, arguments)."""
 
     def load(offset: int) -> bytes:
         return struct.pack("HBBI", 0x20, 0, 0, offset)
 
     def argument(index: int) -> bytes:
-        return load(16 + 8 * index)  # the lower half, which is all that the kernel takes of an int
+        return load(16 + 8 * index)  # the lower half: the kernel reads only these bytes of an int
 
     def unless_equal(value: int, skip: int) -> bytes:
         return struct.pack("HBBI", 0x15, 0, skip, value)
@@ -213,11 +212,11 @@ def bpf_program(refused: list[int], judged: dict[str, int]) -> bytes:
     judgements = {
         "open": argument(1) + unless_any(other_flags, 1) + eperm + allow,
         "openat": argument(2) + unless_any(other_flags, 1) + eperm + allow,
-        "openat2": enosys,  # its flags lie behind a pointer, which no filter can follow; libraries fall back on openat
+        "openat2": enosys,  # a filter cannot follow the pointer to the flags; libraries fall back to openat
         "fcntl": argument(1) + b"".join(unless_equal(command, 1) + allow for command in FCNTL_COMMANDS) + eperm,
     }
     program = load(4) + struct.pack("HBBI", 0x15, 1, 0, ARCHITECTURES[_machine()]) + give(SECCOMP_RET_KILL)
-    program += load(0) + struct.pack("HBBI", 0x25, 0, 1, NEWEST) + enosys  # x32's numbers are greater
+    program += load(0) + struct.pack("HBBI", 0x25, 0, 1, NEWEST) + enosys  # also refuses x32, with greater numbers
     program += b"".join(unless_equal(number, 1) + eperm for number in refused)
     for name, number in judged.items():
         program += unless_equal(number, len(judgements[name]) // 8) + judgements[name]

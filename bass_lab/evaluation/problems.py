@@ -1,8 +1,8 @@
 """Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line.
 
-What a model writes runs in the sandbox. A problem's own code does not: its `test`, and its `prompt` for the helpers in
-it, judge the program from outside, with all rights of the user. So problems from a file or the hub are loaded only if
-they are HumanEval's or the mini set's to the letter, or the caller says that their author is trusted.
+Model-written code runs in the sandbox. A problem's own code does not: `test`, and `prompt` for its helpers, run outside
+the sandbox with all rights of the user. Problems from a file or the hub are therefore loaded only if they equal
+HumanEval or the mini set, or if the caller trusts the author (trust_problems).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 @dataclass(frozen=True)
 class Problem:
-    """prompt: what the model continues. prompt + canonical_solution is right. test: source of `check(candidate)`, which
-    raises where the function named `entry_point` is wrong. composition: the mini set's only, what is held out.
-
-    Grading executes prompt and test outside the sandbox, as the caller."""
+    """prompt: text that the model continues. prompt + canonical_solution is a correct program. test: source of
+    `check(candidate)`, which raises if the function `entry_point` is wrong. composition: held-out composition, in the
+    mini set only. Grading executes prompt and test outside the sandbox, with the caller's rights."""
 
     task_id: str
     prompt: str
@@ -39,20 +38,21 @@ class Problem:
 
 
 def load_problems(path: str | Path | None = None, *, trust_problems: bool = False) -> list[Problem]:
-    """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
+    """Load the problems of a file of JSON lines, gzipped or not. None: the 164 problems of the mini set.
 
-    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load also what is neither
-    HumanEval nor the mini set, whose code will run outside the sandbox, as the caller. Raises ValueError without it,
-    naming the line for one that is no problem, or why the hub could not be read; FileNotFoundError where there is no
-    file.
+    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: also load problems that
+    are neither HumanEval nor the mini set. Grading runs their code outside the sandbox, with the caller's rights.
+
+    Raises ValueError for untrusted problems, for an invalid line, and if the hub cannot be read; FileNotFoundError
+    without a file.
     """
     if path is None:
         return _problems(MINI_SET)
     problems = _from_hub() if str(path) in HUB_NAMES and not Path(path).exists() else _problems(Path(path))
     if not trust_problems and _digest(problems) not in (HUMAN_EVAL, _digest(_problems(MINI_SET))):
         raise ValueError(
-            f"{path} is neither HumanEval nor the mini set: grading would run the code in its fields prompt and test "
-            "outside the sandbox, as you. If you trust who wrote it, say so: trust_problems=True, or --trust-problems"
+            f"{path} is neither HumanEval nor the mini set: grading would run the code in the fields prompt and test "
+            "outside the sandbox, with your rights. If you trust the author, use trust_problems=True (--trust-problems)"
         )
     return problems
 
@@ -74,13 +74,13 @@ def _from_hub() -> list[Problem]:
 
 
 def _digest(problems: list[Problem]) -> str:
-    """SHA-256 of all that is executed outside the sandbox, wherever it was read and however it was written down."""
+    """Return the SHA-256 of all text that runs outside the sandbox, independent of source and file format."""
     executed = [[problem.task_id, problem.prompt, problem.entry_point, problem.test] for problem in problems]
     return hashlib.sha256(json.dumps(executed).encode()).hexdigest()
 
 
 def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Entry]:
-    """The entries of a file of JSON lines, gzipped or not. Raises ValueError naming the line that is not `what`."""
+    """Return the entries of a file of JSON lines, gzipped or not. Raises ValueError naming an invalid line."""
     found = []
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
@@ -98,7 +98,7 @@ def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Ent
 
 
 def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = None) -> Iterable[dict]:
-    """The rows of a data set on the hub. Raises ValueError with the cause and what to do `otherwise`."""
+    """Return the rows of a data set on the hub. Raises ValueError with the cause and the advice `otherwise`."""
     try:
         import datasets
     except ImportError:
@@ -108,7 +108,7 @@ def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = No
         ) from None
     try:
         return datasets.load_dataset(name, split=split, revision=revision)
-    except Exception as error:  # no network, no such data set, a full disk: each with exceptions of its own
+    except Exception as error:  # no network, no such data set, a full disk: many exception types
         raise ValueError(
             f"cannot read {name} from the hub ({type(error).__name__}: {error}). Try again, {otherwise}"
         ) from error

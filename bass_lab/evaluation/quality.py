@@ -1,13 +1,13 @@
-"""`compare`: many samples of every problem by three ways to decode, with the time at which each of them was done.
+"""`compare`: many samples of every problem by three decoding methods, with the finish time of each sample.
 
-Quality within a time budget needs three things kept apart: what was written, when it was done, and whether it is right.
-Samples hold all three, so that every budget can be scored afterwards (`Evaluation.scores`) from one run.
+A sample holds the text, the finish time and the grade. Every time budget can therefore be scored afterwards from a
+single run (`Evaluation.scores`).
 
-One clock for all rows of a problem starts with the call that decodes them: tokenizing and prefill count, as in
-`generate(time_budget=...)`; loading, a run that warms up, and grading do not. A row is done after the step that emitted
-its last token; a step ends with a copy to the host, so its time is the device's too.
+All rows of a problem share a clock, which starts with the decoding call. Tokenizing and prefill count, as in
+`generate(time_budget=...)`; loading, warm-up and grading do not. A row finishes with the step that emitted the last
+token. A step ends with a copy to the host, so the device has finished, too.
 
-| method | what it is |
+| method | decoding |
 | --- | --- |
 | `regular` | all rows at once, draft length 0 |
 | `single` | speculative, one row after the other on the same clock |
@@ -38,34 +38,34 @@ from bass_lab.evaluation.problems import Problem
 from bass_lab.kept_session import KeptSession
 from bass_lab.provenance import describe_environment
 
-OF_A_CALL = ("num_return_sequences", "max_new_tokens", "time_budget", "seed")  # options that no session has
+OF_A_CALL = ("num_return_sequences", "max_new_tokens", "time_budget", "seed")  # options of a call, not of a session
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
 FINISHED = ("eos", "stop", "length")
-TIMED_BY = ("device", "threads", "torch", "transformers", "bass")  # of the environment: what times depend on
+TIMED_BY = ("device", "threads", "torch", "transformers", "bass")  # environment fields that affect times
 
-Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  # (passed, why) of each
+Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  # (passed, reason) of each
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """samples: one line per (problem, row): `scores.COLUMNS`, finish_reason, graded (why) and text (the completion);
-    NaN where not stored. settings: what the samples depend on. environment: where they were made."""
+    """samples: a line per (problem, row) with `scores.COLUMNS`, finish_reason, graded (the reason) and text (the
+    completion); NaN if not stored. settings: of the samples. environment: machine and versions."""
 
     samples: pd.DataFrame
     settings: dict
     environment: dict
 
     def scores(self, budgets: Sequence[float] | None = None, *, ks: Sequence[int] = (1,)) -> pd.DataFrame:
-        """Pass@First, Pass@All and pass@k at each budget, with 95% intervals over problems (`scores.score`).
+        """Return Pass@First, Pass@All and pass@k at each budget, with 95% intervals over problems (`scores.score`).
 
-        budgets: seconds; None: quartiles of the finish times. Raises ValueError for a budget beyond the one that cut
-        rows off.
+        budgets: seconds; None: quartiles of the finish times. Raises ValueError for a budget above the budget of the
+        run, which cut rows off.
         """
         limit = self.settings["budget"]
         budgets = scores.quartiles(self.samples, limit) if budgets is None else list(budgets)
         if limit is not None and any(budget > limit for budget in budgets):
-            raise ValueError(f"rows were cut off after {limit} s, so budgets up to that can be scored, got {budgets}")
+            raise ValueError(f"rows were cut off after {limit} s, so budgets must be at most {limit}, got {budgets}")
         return scores.score(self.samples, budgets, ks=ks)
 
 
@@ -89,22 +89,23 @@ def compare(
     grade: Grader | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Evaluation]:
-    """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
+    """Decode and grade n samples of every problem with every method. Return an `Evaluation` per method.
 
-    The methods take turns problem by problem.
+    The methods are interleaved problem by problem.
 
-    methods: of the table above. budget: seconds after which a problem's rows are cut off; None lets all end.
-    folder: gets METHOD.jsonl with each problem's samples; a second call decodes what is missing. texts: store
-    completions and reasons, too.
-    seed: with a problem's task_id and a row's index, all that rows depend on; with `verification="coupled"` or
-    temperature 0 not on the method either.
-    stop: None for HumanEval's stop strings, or none for the mini set.
-    unsafe: grade also where the sandbox is not complete. grade: another grader, of (problem, completion) pairs. Both
-    are recorded.
-    progress: gets each problem and the share done; None: a bar in a terminal. Other options as in `generate`.
+    methods: of the table above. budget: seconds until a problem's rows are cut off; None: no limit.
+    folder: receives METHOD.jsonl with each problem's samples. A second call decodes only missing problems. texts: also
+    store completions and reasons.
+    seed: random numbers depend on seed, task_id and row index. With `verification="coupled"` or temperature 0, texts do
+    not depend on the method.
+    stop: None for HumanEval's stop strings, or for no stop strings with the mini set.
+    unsafe: grade even if the sandbox is incomplete. grade: another grader of (problem, completion) pairs. The choice is
+    recorded.
+    progress: receives each problem's task_id and the share done; None: a progress bar in a terminal. Other options as
+    in `generate`.
 
-    Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
-    files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
+    Raises ValueError or TypeError, before decoding, for invalid options and prompts, and for files with other settings.
+    `sandbox.SandboxUnavailable` if programs cannot run safely.
     """
     methods = [checks.one_of("method", method, METHODS) for method in dict.fromkeys(methods)]
     if stop is None:
@@ -133,7 +134,7 @@ def compare(
         if ours:
             _check_gradable(missing, grade)
         for run in runs if missing else ():
-            run.warm_up(missing)  # what is compiled, probed or recorded once is in no row's time
+            run.warm_up(missing)  # keeps compilation, probing and capture out of the rows' times
         before = len(problems) - len(missing)
         look = {"desc": ", ".join(methods), "unit": "problem", "total": len(problems), "initial": before}
         bar = tqdm(missing, disable=True if progress else None, **look)
@@ -147,14 +148,14 @@ def compare(
 
 
 def evaluate(pair: ModelPair, problems: Sequence[Problem], *, method: str = "batched", **options) -> Evaluation:
-    """One method of `compare`, which has the options."""
+    """Run `compare` with a single method and return the `Evaluation`. Options as in `compare`."""
     return compare(pair, problems, methods=[method], **options)[method]
 
 
 def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
-    """What `compare` stored: of a file one `Evaluation`, of a folder one per method; also while it is still running.
+    """Load the samples of `compare`, finished or running: an `Evaluation` for a file, one per method for a folder.
 
-    Raises ValueError for files of another kind and for files without a problem's samples, FileNotFoundError.
+    Raises FileNotFoundError, and ValueError for other files and for files without samples.
     """
     path = Path(path)
     if path.is_dir():
@@ -164,15 +165,12 @@ def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
         return {method: load(file) for method, file in found.items()}
     header, lines = sample_file.read(path)
     if not lines:
-        raise ValueError(f"{path} holds no problem's samples yet")
+        raise ValueError(f"{path} holds no samples yet; the first problem is not finished")
     return Evaluation(_frame(lines.values()), header[sample_file.HEADER], header["environment"])
 
 
 class _Run:
-    """One method on its way through the problems. lines: what is done, by task_id.
-
-    common: settings that depend on models and machine alone.
-    """
+    """A method's run over the problems. lines: finished problems by task_id. common: settings of models and machine."""
 
     def __init__(
         self,
@@ -205,7 +203,7 @@ class _Run:
         files.callback(self._decode.close)
 
     def check_unchanged(self, problems: Sequence[Problem]) -> None:
-        """Raises ValueError if the file holds samples of a problem that is not what it was."""
+        """Raise ValueError if the file holds samples of a problem that has changed."""
         for problem in problems:
             if problem.task_id in self.lines and self.lines[problem.task_id]["problem"] != _digest(problem):
                 raise ValueError(
@@ -214,13 +212,13 @@ class _Run:
                 )
 
     def warm_up(self, problems: Sequence[Problem]) -> None:
-        """Decode the first of the problems, with room for all of them where steps are recorded."""
+        """Decode the first problem, after reserving KV cache for all problems if steps are captured."""
         self._decode.reserve([problem.prompt for problem in problems], self._options["max_new_tokens"])
-        self.decode(problems[0], time_budget=None)  # within the budget there may be too little time to record anything
+        self.decode(problems[0], time_budget=None)  # the budget may be too short to capture the CUDA graphs
 
     def decode(self, problem: Problem, **changes: object) -> list[dict]:
-        """The rows of one problem and when each was done, not yet graded. changes: of the options."""
-        done: dict[int, float] = {}  # when each row emitted last
+        """Return the ungraded rows of a problem with their finish times. changes: to the options."""
+        done: dict[int, float] = {}  # time of each row's last emission
         how = {name: self._options[name] for name in OF_A_CALL} | {"seed": _seed(self._options["seed"], problem)}
         how |= changes
         out = self._decode.settled(
@@ -239,7 +237,7 @@ class _Run:
         return rows
 
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
-        """Decode one problem, grade its rows and store them, column by column."""
+        """Decode a problem, and grade and store the rows as columns."""
         rows = _graded(problem, self.decode(problem), grade)
         columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
         line = {"schema": "samples", "task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
@@ -253,15 +251,15 @@ class _Run:
 
 
 def _seed(seed: int, problem: Problem) -> int:
-    """The problem's own seed: with one for all, row i of every problem would meet the same random numbers."""
+    """Return a seed per problem. With a shared seed, row i of every problem would draw the same random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.task_id}".encode()).digest()[:7])
 
 
 def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
-    """How programs are graded, and the name of it for the record."""
+    """Return the grader and a name for the record."""
     if grade is not None:
         if unsafe:
-            raise ValueError("unsafe=True is about the sandbox, and `grade` replaces it; leave one of them out")
+            raise ValueError("unsafe=True concerns the sandbox, which `grade` replaces; give only one of the two")
         return grade, getattr(grade, "__name__", repr(grade))
     if not unsafe:
         sandbox.require_sandbox()
@@ -269,7 +267,7 @@ def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
 
 
 def _graded(problem: Problem, rows: list[dict], grade: Grader) -> list[dict]:
-    """The rows with `passed` and `graded`; equal texts are run once, unfinished ones not at all."""
+    """Return the rows with `passed` and `graded`. Equal texts are run once, unfinished texts are not run."""
     texts = list(dict.fromkeys(row["text"] for row in rows if row["finished"]))
     found = dict(zip(texts, grade([(problem, text) for text in texts]), strict=True)) if texts else {}
     graded = []
@@ -280,12 +278,12 @@ def _graded(problem: Problem, rows: list[dict], grade: Grader) -> list[dict]:
 
 
 def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
-    """Raises ValueError or TypeError for what some later problem would raise for, before the first is decoded."""
+    """Raise ValueError or TypeError for invalid options and problems before the first problem is decoded."""
     names = [problem.task_id for problem in problems]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"problems must be at least one, each with a task_id of its own, got {len(names)}")
+        raise ValueError(f"problems must be at least one, with distinct values of task_id, got {len(names)}")
     if pair.tokenizer is None:
-        raise ValueError("problems are texts: the pair needs a tokenizer, ModelPair(..., tokenizer=...)")
+        raise ValueError("problems are texts, so the pair needs a tokenizer: ModelPair(..., tokenizer=...)")
     for problem in problems:
         ids = token_ids(pair, [problem.prompt])[0]
         try:
@@ -296,8 +294,7 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
 
 
 def _check_gradable(problems: Sequence[Problem], grade: Grader) -> None:
-    """Raise ValueError where a problem's own solution does not pass: its check is wrong, or the sandbox lacks
-    something."""
+    """Raise ValueError if a problem's canonical solution fails: the check is wrong, or the sandbox too restrictive."""
     solved = [(each, each.canonical_solution) for each in problems if each.canonical_solution and not each.composition]
     for (problem, _), (passed, why) in zip(solved, grade(solved) if solved else (), strict=True):
         if not passed:
@@ -307,7 +304,7 @@ def _check_gradable(problems: Sequence[Problem], grade: Grader) -> None:
 
 
 def _settings(pair: ModelPair, options: dict) -> dict:
-    """The options that the samples depend on, as they stand in the file."""
+    """Return the options that the samples depend on, in the format of the file."""
     stop = options["stop"]
     return {
         **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
@@ -322,7 +319,7 @@ def _digest(problem: Problem) -> str:
 
 
 def _frame(lines: Iterable[dict]) -> pd.DataFrame:
-    """One line per (problem, row), the columns in the order of `scores.COLUMNS`."""
+    """Return a line per (problem, row), with the columns in the order of `scores.COLUMNS`."""
     parts = [pd.DataFrame(line["samples"]).assign(problem=line["task_id"]) for line in lines]
     columns = [*scores.COLUMNS, "finish_reason", "graded", "text"]
     return pd.concat(parts, ignore_index=True).reindex(columns=columns).astype({"finish_seconds": float})

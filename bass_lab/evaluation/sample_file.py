@@ -1,7 +1,7 @@
-"""Samples on disk: JSON lines that a kill cannot spoil. The first line says how they were made, then one per problem.
+"""Crash-safe files of samples, as JSON lines. The first line holds the settings, each further line a problem.
 
-A line is written whole and synced before the next problem starts, so a kill loses the problem in flight. What follows
-the last line break is a line that was being written; it is dropped.
+Each line is written and synced before the next problem starts, so a kill loses only the current problem. Text after the
+last line break is an incomplete line and is dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ START = f'{{"{HEADER}": '.encode()
 
 
 def read(path: str | Path) -> tuple[dict, dict[str, dict]]:
-    """The header and the lines by task_id. Raises ValueError for a file of another kind, FileNotFoundError."""
+    """Return the header and the lines by task_id. Raises FileNotFoundError, and ValueError for another file."""
     header, lines = _parsed(Path(path), _whole_lines(Path(path).read_bytes()))
     if header is None:
-        raise ValueError(f"{path} does not begin with a line of settings: it holds no samples of `compare`")
+        raise ValueError(f"{path} does not begin with a line of settings and holds no samples of `compare`")
     return header, lines
 
 
 class SampleFile:
-    """A file of samples, open for more; made if there is none. `lines`: what it held, by task_id.
+    """A file of samples, open for appending and created if missing. `lines`: the earlier lines by task_id.
 
-    environment: recorded, not compared. Raises ValueError, and leaves the file as it is, for other content, other
-    settings, or another writer.
+    environment: recorded, not compared. Raises ValueError for other content, other settings, or another writer. The
+    file then stays unchanged.
     """
 
     def __init__(self, path: str | Path, settings: dict, environment: dict):
@@ -51,14 +51,14 @@ class SampleFile:
         found = self._file.read()
         whole = _whole_lines(found)
         if not whole and found[: len(START)] != START[: len(found)]:
-            raise ValueError(f"{self.path} holds no samples of `compare`; it is left as it is, give another folder")
+            raise ValueError(f"{self.path} holds no samples of `compare` and was not changed; give another folder")
         header, lines = _parsed(self.path, whole)
         if header is not None:
             _check_same(self.path, header[HEADER], json.loads(json.dumps(settings)))
             before, now = header["environment"].get("commit"), environment.get("commit")
             if before and now and before != now:
                 warnings.warn(
-                    f"{self.path} was begun by commit {before}, and what is added to it is of {now}", stacklevel=2
+                    f"{self.path} was begun by commit {before}, and new samples are of commit {now}", stacklevel=2
                 )
         if len(whole) < len(found):
             self._file.truncate(len(whole))
@@ -67,7 +67,7 @@ class SampleFile:
         return lines
 
     def append(self, line: dict) -> None:
-        """Write one line and wait until it is on the disk."""
+        """Append a line and sync the file."""
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         while data:
             data = data[self._file.write(data) :]
@@ -85,7 +85,7 @@ def _whole_lines(data: bytes) -> bytes:
 
 
 def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
-    """Header (None of an empty file) and lines by task_id."""
+    """Return the header (None for an empty file) and the lines by task_id."""
     header, lines = None, {}
     for number, text in enumerate(data.splitlines(), 1):
         try:
@@ -93,7 +93,7 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
             if number == 1:
                 header = {HEADER: dict(line[HEADER]), "environment": line["environment"]}
             elif line["task_id"] in lines:
-                raise ValueError(f"{line['task_id']} stands there twice")
+                raise ValueError(f"{line['task_id']} occurs twice")
             else:
                 lines[line["task_id"]] = line
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -102,9 +102,9 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
 
 
 def _check_same(path: Path, there: dict, here: dict) -> None:
-    """Raises ValueError naming the settings that differ."""
+    """Raise ValueError naming the settings that differ."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     if names:
         differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names)
-        instead = f"go on with OMP_NUM_THREADS={there['threads']}, or " if names == ["threads"] else ""
-        raise ValueError(f"{path} holds samples of other settings ({differing}); {instead}give another folder")
+        instead = f"continue with OMP_NUM_THREADS={there['threads']}, or " if names == ["threads"] else ""
+        raise ValueError(f"{path} holds samples with other settings ({differing}); {instead}give another folder")

@@ -1,12 +1,12 @@
-"""Do programs that a model wrote pass their problems' tests? They run confined, and are graded from outside.
+"""Grade model-written programs: run each program in a sandbox, and check the results from outside.
 
-Two processes per job. The *worker* (`_worker.py`) has only the program: with Landlock, seccomp, limits and another uid
-than root's, it answers calls. The *checker* (`_checker.py`) runs the dataset's `check(candidate)`, where the candidate
-asks the worker. Expected values never enter the worker, so what a program prints, patches or exits with cannot make it
-pass. The checker is not this process, so that a check which a strange value keeps busy can be killed.
+A job uses two processes. The *worker* (`_worker.py`) holds the program and answers calls, confined by Landlock,
+seccomp, resource limits and a uid other than root. The *checker* (`_checker.py`) runs the dataset's `check(candidate)`,
+where the candidate calls the worker. Expected values never enter the worker, so a program cannot pass by printing,
+patching or exiting. The checker is a separate process, so a check that does not end can be killed.
 
-Calls are by value: a check sees results made of exact built-in types only (a Counter is an error), and no change that
-the program makes to its arguments. Programs can import a list of standard modules (`_worker.IMPORTED`); further ones if
+Calls are by value. A check sees only results of exact built-in types (a Counter is an error), and no changes that the
+program makes to arguments. Programs can import a list of standard modules (`_worker.IMPORTED`), and further modules if
 every user can read the standard library.
 """
 
@@ -26,11 +26,11 @@ from bass_lab.evaluation import bare, confinement
 from bass_lab.evaluation.channel import Channel, ChannelError
 from bass_lab.evaluation.problems import MINI_SET, Problem
 
-GRACE = 0.5  # seconds after which a checker that should have answered is killed
+GRACE = 0.5  # seconds from a job's time limit to the kill of the checker
 START_SECONDS = 30.0
 ADVICE = (
-    "A model's programs do not run here without a sandbox. Run in a Linux container or virtual machine (kernel 5.13 "
-    "or newer; Docker's defaults will do) or, where all that a program could do is harmless, pass unsafe=True."
+    "Model-written programs need a sandbox. Run in a Linux container or virtual machine (kernel 5.13 or newer; "
+    "Docker's defaults suffice), or pass unsafe=True on a machine where programs can do no harm."
 )
 PROBE = Problem(
     task_id="self-test",
@@ -42,7 +42,7 @@ PROBE = Problem(
         "read /etc/passwd": lambda: open("/etc/passwd"),
         "read the mini set": lambda: open(MINI_SET),
         "write /dev/null": lambda: open("/dev/null", "w"),
-        "empty /dev/null": lambda: os.open("/dev/null", 3 | os.O_TRUNC),  # which Landlock alone does not see
+        "empty /dev/null": lambda: os.open("/dev/null", 3 | os.O_TRUNC),  # not covered by Landlock alone
         "open a socket": lambda: socket.socket(),
         "start a process": lambda: os.fork() or os._exit(0),
         "signal a process": lambda: os.kill(os.getppid(), 0),
@@ -62,7 +62,7 @@ PROBE = Problem(
 
 
 class Grade(NamedTuple):
-    """reason: "passed", or why not: "wrong: ..." (the check's line), "error: ...", "timeout...", "died: ..."."""
+    """reason: "passed", "wrong: ..." (the failing line of the check), "error: ...", "timeout..." or "died: ..."."""
 
     passed: bool
     reason: str
@@ -73,9 +73,9 @@ class SandboxUnavailable(RuntimeError):
 
 
 def grade(problem: Problem, completion: str, *, seconds: float = 5.0) -> Grade:
-    """Whether prompt + completion passes the problem's tests within `seconds` of wall clock and 4 s of CPU time.
+    """Grade prompt + completion by the problem's tests, within `seconds` of wall time and 4 s of CPU time.
 
-    Errors as `grade_all`.
+    Raises as `grade_all`.
     """
     return grade_all([(problem, completion)], seconds=seconds, workers=1)[0]
 
@@ -83,10 +83,10 @@ def grade(problem: Problem, completion: str, *, seconds: float = 5.0) -> Grade:
 def grade_all(
     jobs: Sequence[tuple[Problem, str]], *, seconds: float = 5.0, workers: int = 2, unsafe: bool = False
 ) -> list[Grade]:
-    """A grade for each (problem, completion), in their order; `workers` jobs at a time, `seconds` for each.
+    """Return a grade for each (problem, completion), in order. workers: jobs at a time. seconds: per job.
 
-    unsafe: run also where the sandbox is not complete; whoever says so must record it with the results. Raises
-    SandboxUnavailable otherwise there, ValueError for a problem whose prompt or test cannot be executed.
+    unsafe: run even if the sandbox is incomplete; the caller must record this with the results. Raises
+    SandboxUnavailable if the sandbox is incomplete, ValueError if a problem's prompt or test cannot be executed.
     """
     if not seconds > 0 or workers < 1:
         raise ValueError(f"seconds must be positive and workers at least 1, not {seconds} and {workers}")
@@ -96,13 +96,13 @@ def grade_all(
 
 
 def require_sandbox() -> None:
-    """Raises SandboxUnavailable, saying what this machine lacks and what to do, unless it can confine a program."""
+    """Raise SandboxUnavailable with the cause and advice if this machine cannot confine a program."""
     if obstacle := sandbox_obstacle():
         raise SandboxUnavailable(obstacle)
 
 
 def sandbox_obstacle() -> str | None:
-    """Why a program cannot be confined here, and what to do; None if it can."""
+    """Return the reason why this machine cannot confine a program, with advice, or None."""
     if lacking := confinement.lacking():
         return f"No sandbox: there is no {'; no '.join(lacking)}. {ADVICE}"
     return _self_test()
@@ -110,7 +110,7 @@ def sandbox_obstacle() -> str | None:
 
 @functools.cache
 def _self_test() -> str | None:
-    """What goes wrong when a program tries what it must not be able to do; once per process."""
+    """Run a program that tries forbidden actions, once per process. Return the failure, or None."""
     try:
         (found,) = _grade_all([(PROBE, PROBE.canonical_solution)], START_SECONDS, 1, False)
     except SandboxUnavailable as error:
@@ -138,7 +138,7 @@ def _grade_all(jobs: Sequence[tuple[Problem, str]], seconds: float, workers: int
         try:
             for lane in [pool.submit(work) for _ in range(min(workers, len(jobs)))]:
                 lane.result()
-        except BaseException:  # an interrupt too: the lanes end after their present job
+        except BaseException:  # including an interrupt: workers end after the current job
             with contextlib.suppress(Empty):
                 while True:
                     waiting.get_nowait()
@@ -147,7 +147,7 @@ def _grade_all(jobs: Sequence[tuple[Problem, str]], seconds: float, workers: int
 
 
 class Checker:
-    """A process that grades one job after another. For the thread that made it: it dies with that thread."""
+    """A process that grades jobs one after the other. The process dies with the thread that created the Checker."""
 
     def __init__(self) -> None:
         self._process, *pipes = bare.start("_checker")
@@ -157,10 +157,10 @@ class Checker:
             self._channel.receive(time.monotonic() + START_SECONDS)
         except ChannelError as error:
             self.stop()
-            raise SandboxUnavailable(f"No Python process could be started: {error}. {ADVICE}") from None
+            raise SandboxUnavailable(f"The checker process did not start: {error}. {ADVICE}") from None
 
     def grade(self, problem: Problem, completion: str, seconds: float, unsafe: bool) -> Grade:
-        """Errors as `grade_all`. A check that does not end in time, or crashes, stops the checker."""
+        """Grade a job. Raises as `grade_all`. A check that times out or crashes stops the checker."""
         job = asdict(problem) | {"completion": completion, "seconds": seconds, "unsafe": unsafe}
         deadline = time.monotonic() + seconds + GRACE
         try:

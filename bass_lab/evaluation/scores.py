@@ -1,9 +1,9 @@
 """Scores of stored samples at any time budget: pass@k, Pass@First, Pass@All, with intervals over problems.
 
-The names are the paper's, the definitions ours. A *sample* is one row of one problem; samples are a DataFrame with one
-line each and the columns `COLUMNS`. All rows of a problem share one clock that starts with the call; a row counts at a
-budget if it finished within it. *Pass@First*: of those rows, the one with the highest mean log-probability passes.
-*Pass@All*: any of them passes. No such row is a fail.
+The names are the paper's, the definitions ours. A *sample* is a row of a problem; samples are a DataFrame with a line
+per sample and the columns `COLUMNS`. All rows of a problem share a clock that starts with the call. A row counts at a
+budget if the row finished within the budget. *Pass@First*: the counted row with the highest mean log-probability
+passes. *Pass@All*: any counted row passes. A problem without counted rows fails.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
 COLUMNS = {
-    "problem": "its task_id",
-    "row": "0 … n - 1 within the problem; equal mean log-probabilities go to the lower",
-    "finish_seconds": "from the call to the end of the row; NaN if it did not finish",
-    "finished": "ended by itself or at the length limit, not cut off by a budget or an error",
-    "tokens": "emitted, EOS included",
-    "logprob_sum": "of them, in nats: the target's log-probability at temperature 1",
-    "passed": "the problem's tests",
+    "problem": "task_id",
+    "row": "0 … n - 1 within the problem; of equal mean log-probabilities, the lowest row is chosen",
+    "finish_seconds": "from the call to the end of the row; NaN if the row did not finish",
+    "finished": "ended by EOS, a stop string or the length limit, not by a budget or an error",
+    "tokens": "number of emitted tokens, including EOS",
+    "logprob_sum": "sum over the emitted tokens of the target's log-probability at temperature 1, in nats",
+    "passed": "True if the problem's tests pass",
 }
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold one of the c that pass: 1 - C(n-c, k) / C(n, k).
+    """Return the probability that k of n samples, drawn without replacement, include one of c passing samples.
 
-    In its product form, which neither overflows nor cancels (Chen et al. 2021, arXiv 2107.03374, section 2.1). Raises
-    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    The probability is 1 - C(n-c, k) / C(n, k), computed as a product to avoid overflow and cancellation (Chen et al.
+    2021, arXiv 2107.03374, section 2.1). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
@@ -47,12 +47,11 @@ def score(
     ks: Sequence[int] = (1,),
     resamples: int = RESAMPLES,
 ) -> pd.DataFrame:
-    """One line per (budget, metric): budget in seconds, metric, value, low, high; the last three are shares of
-    problems.
+    """Return a line per (budget, metric): budget in seconds, metric, and value, low, high as shares of problems.
 
-    metrics: "Pass@First", "Pass@All", and "pass@k" for the ks that every problem has rows for; unfinished rows fail.
-    low, high: 95% percentile bootstrap over problems, the same resamples for all lines. Raises ValueError for no
-    samples, a repeated row, or a budget that is no number of seconds >= 0.
+    metrics: "Pass@First", "Pass@All", and "pass@k" for each k up to the smallest number of rows of a problem.
+    Unfinished rows fail. low, high: 95% percentile bootstrap over problems, with the same resamples for all lines.
+    Raises ValueError for no samples, a repeated row, or a budget that is not >= 0.
     """
     lines, values = _values(samples, budgets, ks)
     return _with_intervals(lines, values, resamples)
@@ -65,23 +64,23 @@ def difference(
     *,
     ks: Sequence[int] = (1,),
 ) -> pd.DataFrame:
-    """`score` of samples minus that of others on the same problems, with paired 95% intervals of the difference. Raises
-    ValueError unless both hold the same problems in the same order; otherwise as `score`."""
+    """Return the `score` of samples minus the `score` of others, with paired 95% intervals of the difference. Raises as
+    `score`, and ValueError unless both have the same problems in the same order."""
     if list(samples.problem.unique()) != list(others.problem.unique()):
-        raise ValueError("a difference is between samples of the same problems, in the same order")
+        raise ValueError("samples and others must have the same problems, in the same order")
     lines, values = _values(samples, budgets, ks)
     lines_of_others, values_of_others = _values(others, budgets, ks)
     if lines != lines_of_others:
-        raise ValueError(f"pass@k needs k rows of every problem on both sides, and one of them lacks some of k = {ks}")
+        raise ValueError(f"pass@k needs k rows of every problem in samples and others; too few rows for some of k={ks}")
     return _with_intervals(lines, values - values_of_others)
 
 
 def _values(
     samples: pd.DataFrame, budgets: Sequence[float], ks: Sequence[int]
 ) -> tuple[list[tuple[float, str]], np.ndarray]:
-    """(budget, metric) of every column, and the columns: [P, budgets × metrics]."""
+    """Return (budget, metric) of every column, and the columns: [P, budgets × metrics]."""
     if any(not budget >= 0 for budget in budgets):
-        raise ValueError(f"budgets are seconds >= 0, got {list(budgets)}")
+        raise ValueError(f"budgets must be seconds >= 0, got {list(budgets)}")
     finish, confidence, passed, rows = matrices(samples)  # [P, N] each; rows [P]
     kept = [k for k in ks if k <= rows.min()]
     lines, columns = [], []
@@ -92,17 +91,17 @@ def _values(
 
 
 def drawn(units: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """How often each of so many problems or prompts is in each bootstrap resample: int64 [resamples, units]."""
+    """Return the draws of each problem or prompt in each bootstrap resample: int64 [resamples, units]."""
     return np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), size=resamples)
 
 
 def interval(resampled: np.ndarray) -> np.ndarray:
-    """Ends of the 95% percentile interval of values [resamples, …]: [2, …]."""
+    """Return the ends of the 95% percentile interval of values [resamples, …]: [2, …]."""
     return np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
 
 
 def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """Means over problems of values [P, M], a line each, with their percentile bootstrap over problems."""
+    """Return a line per column of values [P, M]: the mean over problems, and the percentile bootstrap interval."""
     problems = len(values)
     low, high = interval(drawn(problems, resamples) @ values / problems)
     found = pd.DataFrame(lines, columns=["budget", "metric"])
@@ -112,9 +111,9 @@ def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resample
 def _per_problem(
     in_time: np.ndarray, confidence: np.ndarray, passed: np.ndarray, rows: np.ndarray, ks: Sequence[int]
 ) -> list[np.ndarray]:
-    """Every metric at one budget, each [P] in [0, 1]."""
+    """Return every metric at a budget, each [P] in [0, 1]."""
     ranked = np.where(in_time, confidence, -np.inf)
-    chosen = ranked.argmax(1)  # of equal ones the first: ties go to the lower row
+    chosen = ranked.argmax(1)  # ties go to the lowest row
     right = in_time & passed
     first = right[np.arange(len(right)), chosen]
     counts = right.sum(1)
@@ -123,31 +122,31 @@ def _per_problem(
 
 
 def matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """finish seconds, mean log-probability and passed, each [P, N] in order of the row indices, and the rows [P].
+    """Return finish seconds, mean log-probability and passed, each [P, N] by row index, and the number of rows [P].
 
-    A row that did not finish, or that a problem does not have, finishes at NaN: within no budget.
+    Unfinished and missing rows finish at NaN, which is within no budget.
     """
     missing = [name for name in COLUMNS if name not in samples]
     if missing or samples.empty:
         raise ValueError(f"samples need at least one line and the columns {', '.join(COLUMNS)}; missing: {missing}")
     repeated = samples[samples.duplicated(["problem", "row"])]
     if len(repeated):
-        raise ValueError(f"row {repeated.row.iloc[0]} of problem {repeated.problem.iloc[0]} stands there twice")
+        raise ValueError(f"row {repeated.row.iloc[0]} of problem {repeated.problem.iloc[0]} occurs twice")
     problems = pd.factorize(samples.problem.to_numpy())[0]
     places = samples.groupby("problem").row.rank().to_numpy(dtype=int) - 1
     shape = problems.max() + 1, places.max() + 1
     finish, confidence, passed = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape, dtype=bool)
     seconds = samples.finish_seconds.to_numpy(dtype=float)
     finish[problems, places] = np.where(samples.finished.to_numpy(dtype=bool), seconds, np.nan)
-    tokens = samples.tokens.to_numpy().clip(1)  # a row that was cut off before it started has none
+    tokens = samples.tokens.to_numpy().clip(1)  # a row that was cut off before the prefill has no tokens
     confidence[problems, places] = samples.logprob_sum.to_numpy(dtype=float) / tokens
     passed[problems, places] = samples.passed.to_numpy(dtype=bool)
     return finish, confidence, passed, np.bincount(problems)
 
 
 def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:
-    """Return the times at which a quarter, half, three quarters and all finished rows (up to `limit`) are done:
-    seconds, ascending, distinct; [0.0] without such a row."""
+    """Return the quartiles and maximum of the finish times up to `limit`: seconds, ascending, distinct. [0.0] if there
+    are no such rows."""
     seconds = samples.finish_seconds[samples.finished.astype(bool)].to_numpy(dtype=float)
     seconds = seconds[seconds <= (np.inf if limit is None else limit)]
     if not len(seconds):
@@ -156,7 +155,7 @@ def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:
 
 
 def table(scores: pd.DataFrame) -> list[dict[str, str]]:
-    """Scores with a column `method` for people: one line per (budget, method), shares with their intervals."""
+    """Return scores with a column `method` as text: a line per (budget, method), shares with intervals."""
     lines = []
     for (budget, method), group in scores.groupby(["budget", "method"], sort=False):
         line = {"seconds": f"{budget:.3g}", "method": method}

@@ -1,6 +1,6 @@
-"""Summaries as the paper measured them for OPT: prompts from XSum (Narayan et al. 2018, arXiv 1808.08745), ROUGE-2.
+"""Summarization, as in the paper's OPT experiment: prompts from XSum (Narayan et al. 2018, arXiv 1808.08745), ROUGE-2.
 
-XSum's licence is unknown, so it is not here: `load_articles` reads it from the hub, or a file of the same fields.
+XSum's licence is unknown, so XSum is not included. `load_articles` reads XSum from the hub, or articles from a file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from bass_lab.evaluation.problems import file_rows, hub_rows
 
 FIELDS = ("id", "document", "summary")
-CUE = "\n\nTL;DR:"  # what makes a language model summarise untaught (Radford et al. 2019, section 3.6)
-STOP = ("\n",)  # XSum's summaries are one sentence
+CUE = "\n\nTL;DR:"  # makes a language model summarize zero-shot (Radford et al. 2019, section 3.6)
+STOP = ("\n",)  # an XSum summary is a single sentence
 
 
 @dataclass(frozen=True)
 class Article:
-    """document: the article's text. summary: one sentence written by its author."""
+    """document: the article's text. summary: a sentence by the article's author."""
 
     id: str
     document: str
@@ -31,10 +31,10 @@ class Article:
 
 
 def load_articles(path: str | Path | None = None, *, split: str = "test", count: int | None = None) -> list[Article]:
-    """The first `count` articles (None: all) of a file of JSON lines with the fields id, document, summary.
+    """Return the first `count` articles (None: all) of a file of JSON lines with the fields id, document, summary.
 
-    None: XSum's `split` from the Hugging Face hub (package `datasets`). Raises ValueError naming the line for one that
-    is no article, or why the hub could not be read; FileNotFoundError where there is no file.
+    path: None reads XSum's `split` from the Hugging Face hub (package `datasets`). Raises ValueError for a line that is
+    no article, or if the hub cannot be read; FileNotFoundError without a file.
     """
 
     def article(row: dict) -> Article:
@@ -42,17 +42,17 @@ def load_articles(path: str | Path | None = None, *, split: str = "test", count:
 
     if path is None:
         where = f"or give the path of a file of JSON lines with the fields {', '.join(FIELDS)}"
-        # The hub's own conversion: `datasets` no longer runs a script that a data set may bring along.
+        # The hub's conversion to parquet, because `datasets` does not run loading scripts.
         rows = hub_rows("EdinburghNLP/xsum", split=split, otherwise=where, revision="refs/convert/parquet")
         return [article(row) for row in islice(rows, count)]
     return file_rows(Path(path), article, f"an article with the fields {', '.join(FIELDS)}")[:count]
 
 
 def prompts(articles: Sequence[Article], tokenizer: PreTrainedTokenizerBase, most: int) -> list[str]:
-    """Each document, then a cue to summarise it. Documents are cut so that a prompt has about `most` tokens.
+    """Return a prompt per article: the document, cut so that the prompt has about `most` tokens, and the cue.
 
-    A cut text may encode to a few tokens more or less than the tokens that it was cut from: leave room for them in the
-    context. Raises ValueError where the cue alone does not fit.
+    A cut text may encode to a few more tokens, so leave space in the context. Raises ValueError if the cue alone does
+    not fit.
     """
     room = most - len(tokenizer(CUE)["input_ids"])
     if room < 1:
@@ -66,14 +66,13 @@ def prompts(articles: Sequence[Article], tokenizer: PreTrainedTokenizerBase, mos
 
 
 def rouge_2(predictions: Sequence[str], references: Sequence[str], *, use_stemmer: bool = True) -> pd.DataFrame:
-    """ROUGE-2 (Lin 2004) of each prediction against its reference by the package `rouge-score`.
+    """Return ROUGE-2 (Lin 2004) of each prediction against the reference, computed by the package `rouge-score`.
 
-    One line each: precision, recall, fmeasure (in [0, 1]); use_stemmer (Porter's; it changes the figures) and the
-    package's version are recorded in every line. Raises ValueError for lists of different lengths, or where the package
-    is missing.
+    One line per prediction: precision, recall and fmeasure in [0, 1], use_stemmer (Porter's stemmer, which affects the
+    values), and the package's version. Raises ValueError for lists of different lengths, or without the package.
     """
     if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions for {len(references)} references: they go in pairs")
+        raise ValueError(f"each prediction needs a reference, got {len(predictions)} and {len(references)}")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:

@@ -1,24 +1,24 @@
-"""Values as JSON and back, exactly: only the built-in types, no subclass of them, on both sides of the sandbox.
+"""Exact conversion of values to JSON and back, across the sandbox. Only built-in types, without subclasses.
 
-JSON's own types stand for themselves; an object `{"tuple": ...}` names any other type.
+JSON's own types are used directly. An object such as `{"tuple": ...}` encodes any other type.
 """
 
 from __future__ import annotations
 
 MOST_DEPTH = 50
-MOST_VALUES = 100_000  # a cap also for what holds itself, or one list many times over
+MOST_VALUES = 100_000  # also bounds cyclic values, and lists that repeat the same element
 MOST_BITS = 100_000  # of an int
-JSON_INT = 2**63  # beyond it ints are written in base 16: Python reads long decimals slowly, or not at all
+JSON_INT = 2**63  # larger ints are written in base 16, because Python reads long decimals slowly or not at all
 
 
 def encode(value: object) -> object:
-    """The value made of what JSON has, for `json.dumps`; TypeError for a type that is not built in, ValueError for a
-    value too deep, large or cyclic."""
+    """Return the value in JSON types, for `json.dumps`. Raises TypeError for other than built-in types, ValueError for
+    values that are too deep, too large or cyclic."""
     return _encode(value, 0, _Count())
 
 
 def decode(data: object) -> object:
-    """The value that `encode` gave, from what `json.loads` read; ValueError or TypeError for anything else."""
+    """Return the value that `encode` encoded, from `json.loads`. Raises ValueError or TypeError for other data."""
     return _decode(data, 0, _Count())
 
 
@@ -44,7 +44,7 @@ def _encode(value: object, depth: int, count: _Count) -> object:
     if kind is str:
         try:
             value.encode()
-        except UnicodeEncodeError:  # half a character: JSON would join two halves
+        except UnicodeEncodeError:  # half a surrogate pair: JSON would join two halves
             return {"str": value.encode("utf-8", "surrogatepass").hex()}
         return value
     if kind is bytes:
@@ -57,7 +57,7 @@ def _encode(value: object, depth: int, count: _Count) -> object:
     if kind in (list, tuple, set, frozenset):
         parts = [_encode(part, depth + 1, count) for part in value]
         return parts if kind is list else {kind.__name__: parts}
-    raise TypeError(f"{kind.__name__} is not one of the built-in types that enter and leave the sandbox")
+    raise TypeError(f"{kind.__name__} is not one of the built-in types that can cross the sandbox")
 
 
 def _decode(data: object, depth: int, count: _Count) -> object:
@@ -66,7 +66,7 @@ def _decode(data: object, depth: int, count: _Count) -> object:
         return data
     if isinstance(data, list):
         return [_decode(part, depth + 1, count) for part in data]
-    ((name, inner),) = data.items()  # ValueError unless it is one pair
+    ((name, inner),) = data.items()  # ValueError unless there is exactly one pair
     if name in ("int", "str", "bytes"):
         return _from_hex(name, inner)
     if not isinstance(inner, list):
@@ -77,11 +77,11 @@ def _decode(data: object, depth: int, count: _Count) -> object:
             raise ValueError("complex without two floats")
         return complex(real, imaginary)
     if name == "dict":
-        # TypeError for a key that has no hash
+        # TypeError for an unhashable key
         return {_decode(key, depth + 1, count): _decode(part, depth + 1, count) for key, part in inner}
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if name not in kinds:
-        raise ValueError(f"no type is called {name!r:.40}")
+        raise ValueError(f"there is no type {name!r:.40}")
     return kinds[name](_decode(part, depth + 1, count) for part in inner)
 
 

@@ -1,6 +1,6 @@
-"""Load tests. A `Workload` is a table of requests, served by a `Session` (`in_process`), by a server (`over_http`) or
-in virtual time by a cost table (`simulate`); each gives a `LoadRun`. `highest_load` finds the highest rate within a
-`Target`."""
+"""Load tests. A `Workload` is a table of requests. `in_process` serves a workload with a `Session`, `over_http` with a
+server, and `simulate` in virtual time with a cost table. Each returns a `LoadRun`. `highest_load` finds the highest
+request rate that meets a `Target`."""
 
 from bass_lab.load.accuracy import front as front
 from bass_lab.load.capacity import HighestLoad as HighestLoad

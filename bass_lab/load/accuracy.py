@@ -1,9 +1,9 @@
-"""Accuracy beside latency and throughput: what is right, of what is answered in time, under load.
+"""Accuracy, latency and throughput under load: the share of requests with a correct answer in time.
 
-Stored samples of `bass_lab.evaluation` give for each row of a problem its time, confidence and grade. A request is a
-problem. A server decodes one problem after the other and answers with the surest row among those done (Pass@First):
-when all are done, after `budget` seconds, or at the client's deadline. Samples of another temperature or of fewer rows
-are another way to serve; `tail` names one that takes over while others wait.
+Stored samples of `bass_lab.evaluation` hold the time, confidence and grade of each row of a problem. A request is a
+problem. The simulated server decodes problems one after the other. It answers when all rows are done, after `budget`
+seconds, or at the client's deadline, with the most confident finished row (Pass@First). Samples of another temperature
+or with fewer rows are another serving method. `tail` names a method for requests that had to wait.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def front(
     *,
     tail: str | None = None,
 ) -> pd.DataFrame:
-    """Return latency, throughput and Pass@First of each way to serve a workload, by the seconds after which it answers.
+    """Return latency, throughput and Pass@First of each serving method at each budget.
 
-    samples: by the way's name, `Evaluation.samples`. budgets: seconds of decoding per request. tail: the way for
-    requests that have waited. The k-th problem answers the workload's prompt k (from the first again beyond the last).
+    samples: `Evaluation.samples` by the name of the method. budgets: seconds of decoding per request. tail: the method
+    for requests that have waited. Problem k answers prompt k of the workload, modulo the number of problems.
 
-    Columns: way, budget; p50_ms, p99_ms (from arrival to answer, or until the client left); answered (share with some
-    row in time); requests_per_s (answered); pass_first (share that is right in time); front (no other line is as good
-    in p99_ms, requests_per_s and pass_first and better in one).
+    Columns: way (the method), budget; p50_ms, p99_ms (arrival to answer, or until the client left); answered (share of
+    requests with a finished row in time); requests_per_s (answered); pass_first (share answered correctly in time);
+    front (True on the Pareto front of p99_ms, requests_per_s and pass_first).
 
-    Raises ValueError for an unknown tail, ways of different problems, budgets that are not > 0, and requests without
-    deadline or budget whose rows were cut off.
+    Raises ValueError for an unknown tail, methods with different problems, budgets that are not > 0, and cut-off rows
+    of requests without deadline or budget.
     """
     if tail is not None:
         checks.one_of("tail", tail, samples)
@@ -43,11 +43,11 @@ def front(
         raise ValueError(f"needs samples and budgets > 0 seconds, got {list(budgets)} for {list(samples)}")
     problems = {way: list(each.problem.unique()) for way, each in samples.items()}
     if any(found != next(iter(problems.values())) for found in problems.values()):
-        raise ValueError("ways are compared on samples of the same problems, in the same order")
+        raise ValueError("all samples must be of the same problems, in the same order")
     known = {way: scores.matrices(each)[:3] for way, each in samples.items()}
     endless = [way for way, (finish, *_) in known.items() if np.isnan(finish).any()]
     if endless and np.isinf(budgets).any() and workload.requests.deadline.isna().any():
-        raise ValueError(f"rows of {', '.join(endless)} were cut off: who waits for them needs a budget or a deadline")
+        raise ValueError(f"rows of {', '.join(endless)} were cut off; give finite budgets, or all requests deadlines")
     lines = []
     for way in samples:
         for budget in budgets:
@@ -63,7 +63,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # finish seconds (NaN: never),
 
 
 def _served(workload: Workload, own: Rows, waited: Rows, budget: float) -> dict:
-    """One server, first come, first served. waited: rows of requests that found it busy."""
+    """Simulate a server, first come, first served. waited: rows of requests that found the server busy."""
     requests, free = workload.requests, 0.0
     latencies, answered, right = [], [], []
     for arrived, number, deadline in zip(requests.arrived, requests.number, requests.deadline, strict=True):

@@ -1,4 +1,4 @@
-"""The highest rate that a service bears while it keeps a target, and what policies make of a range of rates."""
+"""Find the highest request rate at which a service meets a target, and compare policies over a range of rates."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.load.result import FINISHED, LoadRun, Target
 from bass_lab.load.workload import Workload
 
-HALVINGS = 12  # of a rate at which the target is missed, until it is given up
+HALVINGS = 12  # maximum halvings of the first rate before the search gives up
 
 
 @dataclass(frozen=True)
 class HighestLoad:
-    """rate: the highest tried rate that held the target, requests per second (0.0: none). missed: the lowest that did
-    not (inf: none). tried: a line per rate: rate, the target's metrics at its share, held. run: the one at `rate`."""
+    """rate: highest tried rate that met the target, in requests per second (0.0: none). missed: lowest rate that missed
+    it (inf: none). tried: a line per rate: rate, the target's metrics at its share, held. run: the run at `rate`."""
 
     rate: float
     missed: float
@@ -35,11 +35,11 @@ def highest_load(
     within: float = 0.02,
     warm_up: float = 0.1,
 ) -> HighestLoad:
-    """Bisect rates: run(rate) serves the same requests at that many per second (`Workload.at_rate`).
+    """Search for the highest rate that meets the target. run(rate) serves the same requests at a rate per second.
 
-    From `first` the rate is doubled until the target is missed (up to `most`), or halved until it is held; then the
-    bracket is halved, by ratio, until its ends are `within` of each other. The same requests at every rate are common
-    random numbers. Raises ValueError for rates that are not positive, or `first` beyond `most`.
+    The search doubles `first` until the target is missed (up to `most`), or halves `first` until the target is met.
+    Bisection by ratio then narrows the bracket to a relative width `within`. Use the same requests at every rate
+    (`Workload.at_rate`) as common random numbers. Raises ValueError for non-positive rates, or `first` above `most`.
     """
     if not (0 < first <= most < math.inf and within > 0):
         raise ValueError(f"needs 0 < first <= most and within > 0, got {first}, {most}, {within}")
@@ -74,13 +74,13 @@ def highest_load(
 
 
 def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
-    """Return the requests per second served when all come at once and no client leaves. ValueError if none ends."""
+    """Return the requests per second served when all arrive at once and no client leaves. ValueError if none ends."""
     patient = Workload(workload.requests.assign(deadline=math.nan), workload.meta)
     requests = run(patient.at_rate(1e6)).requests
     finished = requests[requests.finish_reason.isin(FINISHED)]
     if finished.empty:
         reasons = ", ".join(sorted(requests.finish_reason.astype(str).unique()))
-        raise ValueError(f"of {len(requests)} requests that came at once none was served: they ended by {reasons}")
+        raise ValueError(f"none of {len(requests)} simultaneous requests was served; finish reasons: {reasons}")
     return len(finished) / float(finished.ended.max())
 
 
@@ -91,10 +91,10 @@ def over_rates(
     *,
     warm_up: float = 0.1,
 ) -> pd.DataFrame:
-    """Compare policies on the same requests: run(rate, policy). One line per rate and policy.
+    """Compare policies on the same requests, with run(rate, policy). Return a line per rate and policy.
 
     Columns: rate, policy; between_ms, first_ms and end_ms (means); between_p99_ms and end_p99_ms; tokens_per_s,
-    tokens_per_step, batch; over_none: end_ms without drafting (policy "none") by end_ms with the policy.
+    tokens_per_step, batch; over_none: end_ms without drafting (policy "none") divided by end_ms with the policy.
     """
     lines = []
     for rate in rates:

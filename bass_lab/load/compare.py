@@ -1,7 +1,7 @@
-"""Simulated against served: the same workload in a session of this process and in virtual time, at several loads.
+"""Compare simulated with real serving: the same workload in a session and in virtual time, at several loads.
 
-`python -m bass_lab.load.compare` serves a workload at three shares of the rate that the simulator finds it to bear. It
-measures costs before and after each serving and simulates with both, since machines change their pace.
+`python -m bass_lab.load.compare` serves a workload at three shares of the simulated maximum rate. Costs are measured
+before and after each serving, and each cost table gives a simulation, because the speed of a machine drifts.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from bass_lab.texts.prompt_sets import prompt_set
 from bass_lab.threads import settle_threads
 
 METRICS = (("first_ms", "p50"), ("between_ms", "p50"), ("between_ms", "p99"), ("end_ms", "p50"), ("end_ms", "p99"))
-PROMPTS = 48  # of the set, recorded
-WIDTHS = (16, 64, 128)  # tokens of the prompts whose prefill is timed
-GRID = {"query_lengths": (1, 2, 4, 6, 9, 13, 17), "kv_lengths": (32, 128)}  # of the costs: what the workload comes to
-SHARES = (0.2, 0.4, 0.6)  # of the rate at which requests come no faster than they are served; near that, queues
-# multiply whatever a step was wrong by
+PROMPTS = 48  # recorded prompts of the set
+WIDTHS = (16, 64, 128)  # prompt lengths of the timed prefills
+GRID = {"query_lengths": (1, 2, 4, 6, 9, 13, 17), "kv_lengths": (32, 128)}  # cost grid that covers the workload
+SHARES = (0.2, 0.4, 0.6)  # of the maximum rate; close to this rate, queues multiply the errors of step times
 
 
 def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 3) -> Callable[[int, int], float]:
-    """Seconds of prefills of so many rows and tokens, for `simulate`: medians of real ones, linear in between."""
+    """Return the `prefill` argument of `simulate`: linear interpolation of median measured prefill times."""
     batches = (*(size for size in (1, 2, 4, 8, 16, 32) if size < max_batch_size), max_batch_size)
     taken: dict[tuple[int, int], list[float]] = {}
     for repeat in range(repeats + 1):
@@ -54,13 +53,13 @@ def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 3) -> 
                     session.step()
                     if repeat:
                         taken.setdefault((batch, width), []).append(time.perf_counter() - began)
-                    session.step()  # decodes: a prefill between decode steps takes longer than one after another
+                    session.step()  # a decode step: a prefill after a decode step takes longer than after a prefill
     table = Table.of({"batch": batches, "tokens": WIDTHS}, lambda *point: float(np.median(taken[point])))
     return lambda batch, tokens: float(table(batch, tokens)) if batch else 0.0
 
 
 def side_by_side(served: LoadRun, *simulated: LoadRun) -> list[dict]:
-    """A line per metric: real milliseconds, the mean of the simulated ones, and their ratio."""
+    """Return a line per metric: real milliseconds, mean simulated milliseconds, and simulated divided by real."""
     real, *found = (run.summary(resamples=2).value for run in (served, *simulated))
     lines = []
     for name in METRICS:
@@ -81,13 +80,13 @@ def compare(
     max_batch_size: int = 8,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Return a line per round, policy (None: `Goodput`), load and metric: round, policy, share, rate, then as
-    `side_by_side`. measure: the costs of steps, asked before the first serving and after each. Greedy; texts go on past
-    EOS."""
+    """Return a line per round, policy (None: `Goodput`), load and metric: round, policy, share, rate, and the fields of
+    `side_by_side`. measure: returns step costs; called before the first serving and after each. Decoding is greedy and
+    ignores EOS."""
     prompts = prompt_set("mini", PROMPTS)
     trace = recording.record(pair, prompts, max_new_tokens=64, temperature=0.0, seed=seed).past_eos()
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)
-    most: dict[int | None, float] = {}  # what each policy bears, by the first round's costs
+    most: dict[int | None, float] = {}  # maximum rate of each policy under the first round's costs
     lines = []
 
     def costs() -> dict:
@@ -110,7 +109,7 @@ def compare(
 
 
 def medians(lines: pd.DataFrame) -> pd.DataFrame:
-    """One line per policy, load and metric: the medians over the rounds."""
+    """Return the medians over the rounds: a line per policy, load and metric."""
     return lines.groupby(["policy", "share", "metric"], sort=False).median().drop(columns="round").reset_index()
 
 
@@ -119,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=150, help="requests per load")
     parser.add_argument("--max-batch-size", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure costs in, each time")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each cost measurement")
+    parser.add_argument("--json", action="store_true", help="print only a JSON document")
     given = parser.parse_args(arguments)
     settle_threads(lambda sentence: None)
     checks.integer("count", given.count, least=10)
@@ -140,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     told = medians(found)
     off = (told.ratio - 1).abs()
     print(told.round(3).to_string(index=False))
-    near = f"{(off <= 0.1).sum()} of {len(told)} within a tenth"
-    print(f"medians of {given.rounds} rounds: {near}, the farthest {off.max():.0%} off")
+    near = f"{(off <= 0.1).sum()} of {len(told)} within 10%"
+    print(f"medians of {given.rounds} rounds: {near}, largest deviation {off.max():.0%}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A workload against a `Session` of this process, in real time: one thread submits what is due, and takes a step."""
+"""Serve a workload with a `Session` of this process, in real time. A single thread submits due requests and steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bass_core.session import Session
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
-WARM_UP = 8  # tokens of the rows that decode before the clock starts: passes are probed, buffers made, shapes compiled
-AWAKE = 0.001  # seconds before an arrival that are not slept: a sleep ends late by about half of that
+WARM_UP = 8  # tokens of warm-up rows: attention paths are probed, buffers allocated and shapes compiled
+AWAKE = 0.001  # seconds before an arrival spent awake: a sleep ends about half a millisecond late
 
 
 def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, **options: object) -> LoadRun:
-    """Serve the workload by `Session(pair, max_batch_size=…, **options)`, as long as it lasts.
+    """Serve the whole workload with `Session(pair, max_batch_size=…, **options)`.
 
-    Request i is row i, submitted with its own seed and deadline once its time has come; prompts are tokenized before.
-    The texts' ids are `meta["sequences"]`. Raises what `Session` and `submit` raise, before the clock starts.
+    Request i becomes row i, submitted at the arrival time with its seed and deadline. Prompts are tokenized in advance.
+    `meta["sequences"]` holds the token ids of the texts. Raises as `Session` and `submit`, before the clock starts.
     """
     requests = workload.requests
     prompts = token_ids(model_pair(pair), requests.prompt)
@@ -43,8 +43,7 @@ def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, 
 
 
 def _warm_ups(session: Session, most: int) -> list[int]:
-    """Return how many rows decode before the clock starts, time after time. Recorded steps meet every power of two
-    twice."""
+    """Return the batch sizes of the warm-up runs. With CUDA graphs, every power of two runs twice."""
     if not session.device_step.records:
         return [most]
     return 2 * [*(1 << bits for bits in range((most - 1).bit_length())), most]
@@ -59,7 +58,7 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
     zero = time.perf_counter()
 
     def due() -> None:
-        """Submit what has arrived."""
+        """Submit the requests that have arrived."""
         while len(handles) < len(prompts) and arrived[len(handles)] <= time.perf_counter() - zero:
             row = len(handles)
             left = None
@@ -84,7 +83,7 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
                 started[row], first[row] = began, now
             pieces.append((row, now, len(tokens)))
         for row in [row for row, handle in running.items() if handle.finish_reason is not None]:
-            ended[row] = now if row in event.rows else began  # one whose client has left ends as a step begins
+            ended[row] = now if row in event.rows else began  # a row past its deadline ends at the start of a step
             del running[row]
     results = [session.result(handle) for handle in handles]
     columns = [
@@ -102,7 +101,7 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
 
 
 def _steps(session: Session, spans: dict[int, tuple[float, float]]) -> pd.DataFrame:
-    """The steps of the trace whose times are given; a trace that was switched off leaves none."""
+    """Return the trace's steps in `spans`; empty with trace="off"."""
     steps = session.trace.steps
     by_step = steps[steps.step.isin(list(spans))].groupby("step", as_index=False)
     found = by_step.agg(

@@ -1,6 +1,6 @@
-"""What the default policy is worth under load: the most requests per second that keep a target, over not drafting.
+"""Measure the gain of the default policy under load: the highest request rate within a target, relative to no drafting.
 
-Both ways serve the same requests at every tried rate, so that each rate also has the policy's gain (`over_none`).
+Both methods serve the same requests at every tried rate. The gain at each rate is `over_none`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from bass_lab.load.workload import Workload
 from bass_lab.provenance import describe_environment
 
 NONE, DEFAULT = "none", "default"
-SLACK = 2.0  # the target, where none is given: so many times as long between tokens as a request alone takes,
-QUEUE = 20.0  # and so many times as long to the first one
-ALONE = 0.1  # of the rate that is borne: few requests meet another then
+SLACK = 2.0  # default target: limit between tokens, relative to a request alone
+QUEUE = 20.0  # default target: limit to the first token, relative to a request alone
+ALONE = 0.1  # share of the maximum rate at which few requests overlap
 
 Serve = Callable[[Workload, str], LoadRun]  # by "none" or "default"
 
@@ -31,11 +31,11 @@ def measure(
     warm_up: float = 0.1,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict:
-    """Return rates of both ways and their ratio, as a record of kind "load" has them.
+    """Return the highest rates of both methods and the ratio, in the fields of a record of kind "load".
 
-    serve(workload, way): a run, with the way "none" or "default". between_ms, first_ms: the target's 99th percentiles;
-    None: `SLACK` and `QUEUE` times the medians of few requests without drafting. Fields: target; highest and missed, by
-    way; ratio (of the highest rates); tried, a line per rate; least_over_none, the worst of them.
+    serve(workload, way): a run with the method "none" or "default". between_ms, first_ms: limits of the 99th
+    percentiles (None: `SLACK` and `QUEUE` times the medians at a low rate without drafting). Fields: target; highest
+    and missed, by method; ratio (of the highest rates); tried (a line per rate); least_over_none (the worst gain).
     """
     progress("all at once")
     bearable = bearable_rate(lambda asked: serve(asked, NONE), workload)
@@ -75,7 +75,7 @@ def measure(
 
 
 def _line(rate: float, both: dict[str, LoadRun], target: Target, warm_up: float) -> dict:
-    """What a rate showed, in ms: of each way the target's metrics, at its share, and the mean until the end."""
+    """Return the results of a rate in ms: each method's target metrics at the target's share, and mean end_ms."""
     line: dict = {"rate": rate}
     for way, run in both.items():
         line |= {f"{way}_{name}": run.quantile(name, target.share, warm_up) for name in target.limits}
@@ -84,7 +84,7 @@ def _line(rate: float, both: dict[str, LoadRun], target: Target, warm_up: float)
 
 
 def record_line(measured: dict, workload: Workload, pair: ModelPair, **how: object) -> dict:
-    """`measured` as a line of a record. how: models, served, max_batch_size, temperature, costs."""
+    """Return `measured` as a line of kind "load". how: models, served, max_batch_size, temperature, costs."""
     line = {"schema": "load", **measured, **how}
     line |= {"dtype": str(pair.target.dtype).removeprefix("torch."), "synthetic": pair.synthetic}
     line |= {"prompt_set": workload.meta.get("prompts", ""), "arrivals": workload.meta.get("arrivals", "recorded")}

@@ -1,4 +1,4 @@
-"""A workload against a server that speaks OpenAI's protocol: one thread per request, each at its time, streaming."""
+"""Send a workload to a server with OpenAI's HTTP API. Each request streams in a thread of its own."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from bass_core import checks
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
-PATIENCE = 600.0  # seconds without a byte after which a server counts as gone
-TOGETHER = 1e-3  # seconds; an end that follows a text so closely came with it, in an event of its own
+PATIENCE = 600.0  # seconds without data until a request times out
+TOGETHER = 1e-3  # seconds; an end event that follows a text sooner belongs to the same step
 
 
 def over_http(
     workload: Workload, url: str, *, model: str | None = None, api_key: str | None = None, **fields: object
 ) -> LoadRun:
-    """Send the workload to `<url>/v1/completions` (conversations: `/v1/chat/completions`), each request at its time.
+    """Send each request at its arrival time to `<url>/v1/completions` (conversations: `/v1/chat/completions`).
 
-    model: its name there (None: the server's first). fields: more of every body, such as temperature=0. A client closes
-    its connection at its deadline. Tokens are counted by the server (`usage`), else a piece of text counts as one. An
-    end without text that comes later is a piece, too: its token takes time. queue_ms and steps are unknown. A failed
-    request has the reason "error", and `meta["errors"]` says why. Raises ValueError for no address, OSError without a
-    server.
+    model: name on the server (None: the server's first model). fields: further fields of every body, such as
+    temperature=0. A client closes the connection at the deadline. Token counts come from the server (`usage`), else
+    each piece of text counts as a token. A later end event without text is also a piece: its token took time. queue_ms
+    and steps are unknown. A failed request has the reason "error", and `meta["errors"]` has the cause. Raises
+    ValueError for an invalid url, OSError without a server.
     """
     address = _Address(url, api_key)
     model = address.first_model() if model is None else model
     clients = [_Client(address, line, model, fields) for line in workload.requests.itertuples()]
-    zero = time.perf_counter() + 0.1  # threads are there when the first is due
+    zero = time.perf_counter() + 0.1  # all threads have started by then
     threads = [threading.Thread(target=client.run, args=(zero,), daemon=True) for client in clients]
     for thread in threads:
         thread.start()
@@ -57,12 +57,12 @@ def over_http(
 
 
 class _Address:
-    """Where the server is, and how it is asked."""
+    """Address of a server, and requests to this server."""
 
     def __init__(self, url: str, api_key: str | None):
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url must be that of a server, such as http://127.0.0.1:8000; got {url!r}")
+            raise ValueError(f"url must be an http or https address, such as http://127.0.0.1:8000; got {url!r}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         self._kind, self._host, self._port = kinds[parts.scheme], parts.hostname, parts.port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -73,7 +73,7 @@ class _Address:
     def ask(
         self, path: str, body: dict | None = None, patience: float = PATIENCE
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """A connection and what answers on it. Raises OSError where nobody does, or with what the server refuses."""
+        """Return the connection and response of a request. Raises OSError without a server, or for a status not 200."""
         connection = self._kind(self._host, self._port, timeout=patience)
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -81,27 +81,27 @@ class _Address:
             answer = connection.getresponse()
             if answer.status != 200:
                 said = answer.read(2000).decode(errors="replace")
-                raise OSError(f"the server answers {answer.status}: {' '.join(said.split())}")
+                raise OSError(f"the server responded with status {answer.status}: {' '.join(said.split())}")
         except BaseException as error:
             connection.close()
             if isinstance(error, http.client.HTTPException):
-                raise OSError(f"the server speaks no HTTP: {error!r}") from error
+                raise OSError(f"the server's response is not HTTP: {error!r}") from error
             raise
         return connection, answer
 
     def first_model(self) -> str:
-        """Raises OSError where the server names none."""
+        """Return the name of the server's first model. Raises OSError if the server lists no model."""
         connection, answer = self.ask("models")
         try:
             return json.loads(answer.read())["data"][0]["id"]
         except (ValueError, LookupError, TypeError) as error:
-            raise OSError("the server does not say which models it has; name one") from error
+            raise OSError("the server lists no models at /v1/models; name a model") from error
         finally:
             connection.close()
 
 
 class _Client:
-    """One request. first, ended: seconds since zero."""
+    """The client of one request. first, ended: seconds since zero."""
 
     def __init__(self, address: _Address, line: object, model: str, fields: dict):
         self.number, self._arrives, self._address = line.Index, line.arrived, address
@@ -121,7 +121,7 @@ class _Client:
         return len(self._at) if self.total is None else self.total
 
     def counted(self) -> Iterator[tuple[float, float]]:
-        """When each piece came, and its tokens: an equal share of all, since servers do not say."""
+        """Yield the time of each piece and an equal share of the tokens. Servers do not report tokens per piece."""
         for at in self._at:
             yield at, self.tokens / len(self._at)
 
@@ -134,7 +134,7 @@ class _Client:
             self._read(connection, answer, zero)
             self.reason = self.reason or "error"
             if self.reason == "error":
-                self.error = self.error or "the answer ended without a finish_reason"
+                self.error = self.error or "the response ended without a finish_reason"
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             self._failed(error, zero)
         finally:
@@ -143,13 +143,13 @@ class _Client:
                 connection.close()
 
     def _failed(self, error: Exception, zero: float) -> None:
-        """A client that was to leave has left; anything else is an error."""
+        """Set the reason of a failed request: "budget" after the client's deadline, otherwise "error"."""
         gone = time.perf_counter() - zero >= self._leaves
         self.reason = "budget" if gone else "error"
         self.error = None if gone else f"{type(error).__name__}: {error}"
 
     def _read(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, zero: float) -> None:
-        """Server-sent events until the last."""
+        """Read server-sent events until the last."""
         for line in answer:
             now = time.perf_counter() - zero
             if now >= self._leaves:
@@ -165,9 +165,9 @@ class _Client:
             self._take(json.loads(data), now)
 
     def _take(self, event: dict, now: float) -> None:
-        """One event: a piece of text, why it ended, how many tokens there were."""
+        """Process an event: a piece of text, the finish reason, the token counts."""
         if "error" in event:
-            raise ValueError(f"the server says {json.dumps(event['error'])[:200]}")
+            raise ValueError(f"the server reported an error: {json.dumps(event['error'])[:200]}")
         for choice in event.get("choices", ()):
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             self.reason = choice.get("finish_reason") or self.reason

@@ -1,15 +1,15 @@
-"""What became of a workload: when every request was begun, answered and done, and what that says of the service.
+"""Results of a served workload: the times of each request, latency metrics and rates.
 
-| metric | of a request, in milliseconds |
+| metric | milliseconds of a request |
 | --- | --- |
-| `queue_ms` | from its arrival until the step that prefilled it began |
-| `first_ms` | from its arrival to its first token |
-| `between_ms` | from one token to the next, mean over the request: first token to last, by the tokens after the first |
-| `gap_ms` | between two pieces of its text; a piece is what one step brought, a token or several |
-| `end_ms` | from its arrival to its end |
+| `queue_ms` | from arrival to the start of the prefill step |
+| `first_ms` | from arrival to the first token |
+| `between_ms` | mean time between tokens: first token to last token, divided by the tokens after the first |
+| `gap_ms` | between two pieces of text; a piece is the tokens of a single step |
+| `end_ms` | from arrival to end |
 
-A drafting step brings several tokens at once. `between_ms` says how fast the text grows, `gap_ms` how long it stands
-still; the 99th percentile of the first is over requests, that of the second over all pieces of all requests.
+A drafting step emits several tokens at once. `between_ms` measures the mean speed of a text, `gap_ms` the pauses.
+Percentiles of `between_ms` are over requests, percentiles of `gap_ms` over all pieces of all requests.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LATENCIES = ("queue_ms", "first_ms", "between_ms", "gap_ms", "end_ms")
 FINISHED = ("eos", "stop", "length")
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 RESAMPLES, CONFIDENCE = 1000, 0.95
-SPANS = 24  # parts of the time that rates are resampled by
+SPANS = 24  # time spans for the bootstrap of rates
 
 
 @dataclass(frozen=True)
 class Target:
-    """Milliseconds by metric, at most, for this share of the requests (of `gap_ms`: of the pieces). None: no limit."""
+    """Limits in milliseconds by metric, for a share of the requests (`gap_ms`: of the pieces). None: no limit."""
 
     between_ms: float | None = None
     first_ms: float | None = None
@@ -45,22 +45,23 @@ class Target:
 
     def __post_init__(self):
         if not self.limits or not all(limit > 0 for limit in self.limits.values()) or not 0 < self.share <= 1:
-            raise ValueError(f"a target names milliseconds > 0 for a metric or more, and a share in (0, 1]; got {self}")
+            raise ValueError(f"a target needs at least one limit, limits > 0 ms and a share in (0, 1]; got {self}")
 
     @property
     def limits(self) -> dict[str, float]:
-        """The milliseconds that are asked for, by metric."""
+        """The limits that are set, in milliseconds by metric."""
         found = {name: getattr(self, name) for name in ("between_ms", "first_ms", "end_ms", "gap_ms")}
         return {name: limit for name, limit in found.items() if limit is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class LoadRun:
-    """A workload that was served.
+    """A served workload.
 
-    requests: a line per request, times in seconds since the start: `REQUESTS`; started, first: NaN where unknown.
-    pieces: a line per piece of text: request, at (seconds), tokens. steps: a line per step, `STEPS`: prefill or decode,
-    rows, planned k (mean), tokens drafted, accepted and emitted; empty where unknown. meta: what served it, and how.
+    requests: a line per request with the columns `REQUESTS`. Times are seconds since the start; started and first may
+    be NaN (unknown). pieces: a line per piece of text: request, at (seconds), tokens. steps: a line per step with the
+    columns `STEPS`: kind (prefill or decode), rows, mean planned k, tokens drafted, accepted and emitted; empty if
+    unknown. meta: settings of the run.
     """
 
     requests: pd.DataFrame
@@ -71,15 +72,14 @@ class LoadRun:
     def __post_init__(self):
         for name, columns in (("requests", REQUESTS), ("pieces", PIECES), ("steps", STEPS)):
             if missing := [column for column in columns if column not in getattr(self, name)]:
-                raise ValueError(f"{name} lacks {', '.join(missing)}")
+                raise ValueError(f"{name} lacks the columns {', '.join(missing)}")
         for name, columns in (("requests", ("started", "first", "ended", "deadline")), ("pieces", PIECES[1:])):
-            numbers = getattr(self, name).astype(dict.fromkeys(columns, float))  # of an empty table nobody knows
+            numbers = getattr(self, name).astype(dict.fromkeys(columns, float))  # an empty table has dtype object
             object.__setattr__(self, name, numbers)
 
     @cached_property
     def latencies(self) -> pd.DataFrame:
-        """A line per request: request, queue_ms, first_ms, between_ms, end_ms (NaN: none), late (its client left
-        first)."""
+        """One line per request: request, queue_ms, first_ms, between_ms, end_ms (NaN: none), late (missed deadline)."""
         requests = self.requests
         last = self.pieces.groupby("request")["at"].max().reindex(requests.request).to_numpy()
         after_first = np.where(requests.tokens > 1, requests.tokens - 1, np.nan)
@@ -95,19 +95,19 @@ class LoadRun:
 
     @cached_property
     def gaps(self) -> pd.DataFrame:
-        """A line per piece after a request's first: request, gap_ms."""
+        """One line per piece after the first piece of each request: request, gap_ms."""
         pieces = self.pieces.sort_values(["request", "at"], kind="stable")
         gaps = 1e3 * pieces.groupby("request")["at"].diff()
         return pd.DataFrame({"request": pieces.request, "gap_ms": gaps}).dropna()
 
     def counted(self, warm_up: float = 0.1) -> np.ndarray:
-        """bool, of the requests that count: all but the first share `warm_up` of them, whom an idle server meets."""
+        """Return bool [requests]: True except for the first share `warm_up`, which finds an idle server."""
         if not 0 <= warm_up < 1:
-            raise ValueError(f"warm_up is a share of the requests in [0, 1), got {warm_up}")
+            raise ValueError(f"warm_up must be a share of the requests in [0, 1), got {warm_up}")
         return np.arange(len(self.requests)) >= int(warm_up * len(self.requests))
 
     def met(self, target: Target) -> np.ndarray:
-        """Return bool [requests]: ended by themselves, in time and within the target's limits (no longer gap)."""
+        """Return bool [requests]: finished by EOS, stop or length, in time, within all limits (`gap_ms`: every gap)."""
         longest = self.gaps.groupby("request").gap_ms.max().reindex(self.requests.request).to_numpy()
         own = self.latencies.assign(gap_ms=longest)
         good = self.requests.finish_reason.isin(FINISHED).to_numpy() & ~own.late.to_numpy()
@@ -116,25 +116,24 @@ class LoadRun:
         return good
 
     def quantile(self, metric: str, share: float, warm_up: float = 0.1) -> float:
-        """Return the least value that this share of the requests (of `gap_ms`: of the pieces) does not exceed. A
-        missing value counts as infinite."""
+        """Return the quantile (inverted CDF) of a metric over requests (`gap_ms`: pieces). Missing values are inf."""
         counted = self.counted(warm_up)
         values, owners = self._values(metric, counted)
         return float(_quantiles(values, owners, np.ones((1, int(counted.sum()))), [share])[0, 0])
 
     def holds(self, target: Target, warm_up: float = 0.1) -> bool:
-        """Whether the target is kept in every metric that it names."""
+        """Return True if the run meets all limits of the target."""
         return all(self.quantile(name, target.share, warm_up) <= limit for name, limit in target.limits.items())
 
     def summary(
         self, target: Target | None = None, *, warm_up: float = 0.1, resamples: int = RESAMPLES, seed: int = 0
     ) -> pd.DataFrame:
-        """By metric and statistic: value, and its 95% interval low … high (bootstrap).
+        """Return value and 95% bootstrap interval (low, high) by metric and statistic.
 
-        Latencies: mean, p50, p95, p99; blocks of √n consecutive requests are drawn. Rates, from the first counted
-        arrival to the last end, resampled by parts of that time: requests_per_s, tokens_per_s, goodput_per_s (met the
-        target), batch (rows decoding). late: share whose client left first; tokens_per_step: of a row. Unknown lines
-        are missing. warm_up: share of the first requests that are left out.
+        Latencies have mean, p50, p95 and p99; the bootstrap draws blocks of √n consecutive requests. Rates are over the
+        time from the first counted arrival to the last end, and the bootstrap draws spans of this time: requests_per_s,
+        tokens_per_s, goodput_per_s (requests that met the target), batch (rows decoding). late: share of requests past
+        the deadline. tokens_per_step: per row. Unknown lines are missing. warm_up: share of first requests left out.
         """
         counted, generator = self.counted(warm_up), np.random.default_rng(seed)
         weights = _block_counts(int(counted.sum()), resamples, generator)
@@ -152,7 +151,7 @@ class LoadRun:
         return pd.DataFrame(lines).set_index(["metric", "statistic"])
 
     def _values(self, metric: str, counted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A metric's values, and which of the counted requests each is of."""
+        """Return the values of a metric, and the index of each value among the counted requests."""
         if metric == "gap_ms":
             places = np.full(len(counted), -1)
             places[counted] = np.arange(counted.sum())
@@ -161,13 +160,13 @@ class LoadRun:
         if metric not in LATENCIES:
             raise ValueError(f"metric must be one of {', '.join(LATENCIES)}; got {metric!r}")
         values = self.latencies[metric].to_numpy()
-        if metric != "between_ms" and np.isfinite(values).any():  # one token has nothing between
+        if metric != "between_ms" and np.isfinite(values).any():  # a single token has no between_ms
             values = np.where(np.isnan(values), np.inf, values)
         known = counted & ~np.isnan(values)
         return values[known], (counted.cumsum() - 1)[known]
 
     def _amounts(self, counted: np.ndarray, target: Target | None) -> dict[str, np.ndarray]:
-        """What there was in each span of the time, and how much of what it is divided by: [spans, 2] by metric."""
+        """Return the numerator and denominator of each rate in each time span: [spans, 2] by metric."""
         requests, pieces, steps = self.requests, self.pieces, self.steps
         start, end = requests.arrived[counted].iloc[0], requests.ended[counted].max()
         edges = np.linspace(start, max(end, start + 1e-9), SPANS + 1)
@@ -206,7 +205,7 @@ class LoadRun:
         )
 
     def table(self, target: Target | None = None, **options) -> list[dict[str, str]]:
-        """The latencies of `summary` for people, a line per metric: mean, and percentiles with their intervals."""
+        """Return the latencies of `summary` as text, a line per metric: mean, and percentiles with intervals."""
         lines: dict[str, dict[str, str]] = {}
         for (metric, statistic), found in self.summary(target, **options).iterrows():
             if metric in LATENCIES:
@@ -215,7 +214,7 @@ class LoadRun:
         return list(lines.values())
 
     def rates(self, target: Target | None = None, **options) -> dict[str, str]:
-        """The rest of `summary` for people: by metric its value and interval."""
+        """Return the rates of `summary` as text: value and interval by metric."""
         found = self.summary(target, **options)
         return {
             metric: f"{line.value:.3g} ({line.low:.3g}-{line.high:.3g})"
@@ -226,12 +225,12 @@ class LoadRun:
 
 def _line(metric: str, statistic: str, value: float, resampled: np.ndarray) -> dict:
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(resampled, [tail, 1 - tail], method="inverted_cdf")  # takes infinite ones
+    low, high = np.quantile(resampled, [tail, 1 - tail], method="inverted_cdf")  # supports infinite values
     return {"metric": metric, "statistic": statistic, "value": float(value), "low": float(low), "high": float(high)}
 
 
 def _latency_lines(metric: str, values: np.ndarray, owners: np.ndarray, weights: np.ndarray) -> list[dict]:
-    """Mean and quantiles of values, whose requests are drawn so often: weights [resamples, requests]."""
+    """Return lines of mean and quantiles. weights: draws of each request, [resamples, requests]."""
     if not len(values):
         return []
     sums, sizes = (np.bincount(owners, each, weights.shape[1]) for each in (values, None))
@@ -246,7 +245,7 @@ def _latency_lines(metric: str, values: np.ndarray, owners: np.ndarray, weights:
 
 
 def _quantiles(values: np.ndarray, owners: np.ndarray, weights: np.ndarray, shares: Iterable[float]) -> np.ndarray:
-    """The least values that these shares do not exceed, [resamples, shares]: values count as often as their owners."""
+    """Return the quantiles at these shares, [resamples, shares]. Each value is weighted by the draws of its owner."""
     order = np.argsort(values, kind="stable")
     values, owners = values[order], owners[order]
     shares, found = np.array(list(shares)), []
@@ -258,7 +257,7 @@ def _quantiles(values: np.ndarray, owners: np.ndarray, weights: np.ndarray, shar
 
 
 def _block_counts(n: int, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """How often each of n requests is drawn, [resamples, n]: blocks of √n consecutive ones, in a circle."""
+    """Return the draws of each of n requests, [resamples, n], by a circular bootstrap of √n consecutive requests."""
     size = int(np.ceil(np.sqrt(n)))
     starts = generator.integers(n, size=(resamples, -(-n // size)))
     drawn = (starts[..., None] + np.arange(size)).reshape(resamples, -1) % n

@@ -1,9 +1,9 @@
-"""A `Session` under load in virtual time: its own schedule, recorded acceptance, steps priced by a cost table.
+"""Simulate a `Session` under load in virtual time: the schedule of `Session`, recorded acceptance, costs from a table.
 
-The schedule is `Session.step`: before each step arrived requests are queued and left ones ended. Waiting requests are
-prefilled where places are free, all in one pass as wide as the longest new prompt; a shared prompt is read once.
-Otherwise live rows take a decode step (`replay.step`, at `replay.step_seconds`). Left out: time between steps, and what
-the draft reads after steps without drafts.
+Before each step, arrived requests are queued and requests past their deadline end, as in `Session.step`. If batch slots
+are free, all waiting requests that fit are prefilled in a single pass, as wide as the longest new prompt. Each distinct
+prompt is read once. Otherwise live rows take a decode step (`replay.step`, with the time of `replay.step_seconds`). Not
+modelled: time between steps, and tokens that the draft model reads after steps without drafts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bass_lab.study import replay
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, ReplayedStep, step_seconds, without_ended
 
-WIDTH = 16  # query length that cost tables hold: longer prompts are priced as more rows of it
-COINS = 1  # of the seed: what it is used for
+WIDTH = 16  # query length in cost tables; a longer prompt costs as much as several rows of this length
+COINS = 1  # part of the random seed, for the acceptance draws
 
-Prefill = Callable[[int, int], float]  # seconds, of rows and the longest prompt's tokens
+Prefill = Callable[[int, int], float]  # (rows, tokens of the longest prompt) -> seconds
 
 
 def simulate(
@@ -41,12 +41,12 @@ def simulate(
     prefill: Prefill | None = None,
     seed: int = 0,
 ) -> LoadRun:
-    """Serve the workload by `Session(max_batch_size=…, draft_length=…)`, if steps cost what `cost` says.
+    """Simulate `Session(max_batch_size=…, draft_length=…)` on the workload, with steps that take the time in `cost`.
 
-    A request's text is the trace's of its prompt's number (from the first again beyond the last), up to its
-    max_new_tokens. Acceptance is drawn from (seed, request, position): the same under every policy, rate and batch
-    size. prefill: seconds of so many rows, the longest of so many tokens (None: `prefill_seconds`). Raises ValueError
-    for requests longer than the trace's texts.
+    The text of a request with prompt number i is text i of the trace (modulo the number of texts), up to
+    max_new_tokens. Acceptance is drawn from (seed, request, position), the same under every policy, rate and batch
+    size. prefill: seconds by rows and tokens of the longest prompt (None: `prefill_seconds`). Raises ValueError for
+    requests longer than the trace's texts.
     """
     limits = workload.requests.max_new_tokens.to_numpy(dtype=np.int64)
     sequences = workload.requests.number.to_numpy(dtype=np.int64) % len(trace.lengths)
@@ -61,9 +61,9 @@ def simulate(
 
 
 def prefill_seconds(cost: Cost, batch: int, tokens: int) -> float:
-    """Estimate the seconds of a prefill of `batch` prompts, padded to `tokens`, from the costs of decoding: a pass over
-    as many tokens in rows of `WIDTH`, half a prompt cached on average; the draft reads two by two; and overhead."""
-    if batch == 0:  # all prompts were read before
+    """Estimate the seconds of a prefill of `batch` prompts, padded to `tokens`, from decode costs: a target pass in
+    rows of `WIDTH` tokens with half a prompt cached, a draft phase of length 1 (two tokens per row), and overhead."""
+    if batch == 0:  # all prompts are already in the cache
         return float(cost.overhead(1, 0))
     width = min(tokens, WIDTH)
     rows = batch * tokens / width
@@ -72,7 +72,7 @@ def prefill_seconds(cost: Cost, batch: int, tokens: int) -> float:
 
 
 class _Server:
-    """The engine's schedule. prefill: seconds of so many rows and tokens; decode: of a step."""
+    """The engine's schedule. prefill: seconds for rows and tokens. decode: seconds of a step."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class _Server:
         self.now, self.coming = 0.0, 0
         self.waiting: deque[int] = deque()
         self.live = np.zeros(0, np.int64)
-        self.saved: set[int] = set()  # prompts that were read and that others wait for
+        self.saved: set[int] = set()  # cached prompts of waiting requests
         self.pieces: list[tuple] = []
         self.steps: list[tuple] = []
 
     def served(self) -> LoadRun:
-        """All requests, from the first arrival to the last end."""
+        """Serve all requests, from the first arrival to the last end."""
         count = len(self.arrived)
         while self.coming < count or self.waiting or len(self.live):
             if not self.waiting and not len(self.live):
@@ -126,7 +126,7 @@ class _Server:
         )
 
     def _end_late(self) -> None:
-        """`Rows.expired`, each ended in turn."""
+        """End the rows of `Rows.expired`, one at a time."""
         for request in [request for request in (*self.live, *self.waiting) if self.leaves[request] <= self.now]:
             self.reasons[request], self.ended[request] = "budget", self.now
             self.live = without_ended(self.live, self.live == request)
@@ -136,7 +136,7 @@ class _Server:
             self.saved.clear()
 
     def _prefill(self) -> None:
-        """`Session._prefill`: rows with new prompts stand before those whose prompt is read with them or was before."""
+        """Run `Session._prefill`: rows with a new prompt come first, then rows that share a prompt."""
         free = self.places - len(self.live)
         starting = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         leading: dict[int, int] = {}
@@ -159,7 +159,7 @@ class _Server:
             self.policy.start(self.rows.view(self.live, self.at, self.taken))
 
     def _decode(self) -> None:
-        """`Session._decode`."""
+        """Run `Session._decode`."""
         step = replay.step(self.rows, self.policy, self.live, self.at, self.taken)
         began = self._pass(self.decode_seconds(step))
         self._commit("decode", began, step)
@@ -167,7 +167,7 @@ class _Server:
         self._compact()
 
     def _pass(self, seconds: float) -> float:
-        """Let the time of a step go by. Returns when it began."""
+        """Advance the time by a step. Return the start of the step."""
         began, self.now = self.now, self.now + seconds
         return began
 
@@ -181,7 +181,7 @@ class _Server:
         self.steps.append((began, self.now, kind, len(rows), *counts))
 
     def _compact(self) -> None:
-        """`Rows.compact` after a step: rows whose text is complete end."""
+        """Run `Rows.compact` after a step: end the rows with a complete text."""
         done = self.at[self.live] >= self.rows.ends[self.live]
         for request in self.live[done].tolist():
             is_full = self.at[request] >= self.asked.max_new_tokens[request]

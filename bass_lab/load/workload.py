@@ -1,4 +1,4 @@
-"""Who asks when, for what: a workload is a table, drawn from a process of arrivals or read from a file."""
+"""Workloads: tables of requests, drawn from an arrival process or loaded from a file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from bass_core import checks
 from bass_core.environment import write_whole
 from bass_lab.texts.prompt_sets import Prompt, label, prompt_set
 
-HEADER = "workload"  # the field of a file's first line that describes the others
-CHARACTERS = 4  # of a token, about: files may give prompts by their length alone
+HEADER = "workload"  # field of a file's first line, with the workload's meta
+CHARACTERS = 4  # approximate characters per token, for files with prompt_tokens only
 SEEDS = 2**31
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Bursts of requests at independent moments. rate: requests per second. burst: mean of a geometric number; 1:
-    Poisson."""
+    """Bursts of requests at the times of a Poisson process. rate: requests per second. burst: mean burst size of a
+    geometric distribution; 1 gives Poisson arrivals."""
 
     rate: float
     burst: float = 1.0
@@ -32,16 +32,16 @@ class Poisson:
             raise ValueError(f"needs rate > 0 requests per second and burst >= 1, got {self}")
 
     def times(self, count: int, generator: np.random.Generator) -> np.ndarray:
-        """Seconds at which the first `count` requests arrive, in order: [count]."""
-        sizes = generator.geometric(1 / self.burst, size=count)  # of more bursts than are needed
+        """Return the arrival times of the first `count` requests in seconds, in order: [count]."""
+        sizes = generator.geometric(1 / self.burst, size=count)  # `count` bursts are at least enough
         moments = generator.exponential(self.burst / self.rate, size=count).cumsum()
         return np.repeat(moments, sizes)[:count]
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """requests: one line each, by arrival: arrived (seconds), prompt (a text, a conversation), number (of the prompt in
-    its set), max_new_tokens, deadline (seconds after the arrival; NaN: never), seed. meta: how it was made."""
+    """requests: a line per request, ordered by arrival: arrived (seconds), prompt (text or conversation), number (of
+    the prompt in the set), max_new_tokens, deadline (seconds after arrival; NaN: none), seed. meta: the source."""
 
     requests: pd.DataFrame
     meta: dict = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Workload:
     def __post_init__(self):
         requests = self.requests.reset_index(drop=True)
         if requests.empty:
-            raise ValueError("a workload has at least one request")
+            raise ValueError("a workload needs at least one request; the table is empty")
         arrived = requests.arrived.to_numpy(dtype=float)
         if not (np.isfinite(arrived).all() and arrived[0] >= 0 and (np.diff(arrived) >= 0).all()):
             raise ValueError("arrived must be seconds >= 0 in increasing order")
@@ -57,7 +57,7 @@ class Workload:
             for value in requests[name]:
                 checks.integer(name, value, least=least)
         if (requests.deadline.to_numpy(dtype=float) <= 0).any():
-            raise ValueError("deadline must be seconds > 0, or nothing where there is none")
+            raise ValueError("deadline must be seconds > 0, or empty for requests without a deadline")
         object.__setattr__(self, "requests", requests.astype({"arrived": float, "deadline": float}))
 
     @classmethod
@@ -71,10 +71,10 @@ class Workload:
         deadline: float | None = None,
         seed: int = 0,
     ) -> Workload:
-        """Draw `count` requests. prompts: a set by its name, a file, or prompts; each request draws one of them.
+        """Draw `count` requests. prompts: the name of a prompt set, a file, or prompts. Each request draws a prompt.
 
-        max_new_tokens: of every request, or what each draws one from. deadline: seconds after each arrival. The same
-        seed draws the same requests at every rate.
+        max_new_tokens: an integer, or values to draw from. deadline: seconds after each arrival. The same seed draws
+        the same requests at every rate.
         """
         checks.integer("count", count, least=1)
         asked, arriving = (np.random.default_rng([checks.integer("seed", seed), part]) for part in (0, 1))
@@ -93,12 +93,12 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Requests per second, mean; infinite where all arrive at once."""
+        """Mean requests per second; infinite if all arrive at once."""
         last = self.requests.arrived.iloc[-1]
         return len(self) / last if last else np.inf
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests in the same order, arriving faster or slower. Raises ValueError where all come at once."""
+        """Return the same requests at another arrival rate. Raises ValueError if all arrive at once."""
         if not (0 < rate < np.inf and self.rate < np.inf):
             raise ValueError(f"needs a rate > 0 and arrivals at different times, got {rate} for {self!r}")
         arrived = self.requests.arrived * (self.rate / rate)
@@ -112,32 +112,32 @@ class Workload:
         return f"Workload({len(self)} requests at {self.rate:.3g}/s, up to {tokens:.4g} tokens each on average)"
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON lines: what it is, then a request per line."""
+        """Write as JSON lines: meta, then a request per line."""
         lines = [{HEADER: self.meta}, *self.requests.to_dict("records")]
         plain = [{name: _plain(value) for name, value in line.items()} for line in lines]
         write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in plain))
 
     @classmethod
     def load(cls, path: str | Path, *, prompts: str | Path | Sequence[Prompt] = "mini", seed: int = 0) -> Workload:
-        """Read what `save` wrote, or a recorded list of arrivals: JSON lines, or a .csv with these columns.
+        """Load a file of `save`, or a recorded list of arrivals as JSON lines or .csv.
 
-        Needed are arrived (seconds, dates or times of day, in any order) and max_new_tokens. A missing `prompt` is that
-        `number` of `prompts`, else the one nearest to prompt_tokens (at four characters a token), else drawn. Raises
-        ValueError naming the file and what is wrong.
+        Required columns: arrived (seconds, dates or times of day, in any order) and max_new_tokens. Without the column
+        `prompt`, the prompt is taken from `prompts` by the column `number`, or else by the length nearest to
+        prompt_tokens (at four characters per token), or else drawn. Raises ValueError naming the file and the fault.
         """
         path = Path(path)
         try:
             if path.suffix == ".csv":
                 meta, found = None, pd.read_csv(path)
                 if "max_new_tokens" in found:
-                    found["max_new_tokens"] = pd.to_numeric(found.max_new_tokens)  # texts, where one of them is none
+                    found["max_new_tokens"] = pd.to_numeric(found.max_new_tokens)  # strings if a value is no number
             else:
                 lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
                 own = bool(lines) and isinstance(lines[0], dict) and HEADER in lines[0]
                 meta, found = (lines[0][HEADER], pd.DataFrame(lines[1:])) if own else (None, pd.DataFrame(lines))
             for name in ("arrived", "max_new_tokens", *{"prompt"}.intersection(found)):
                 if name not in found:
-                    raise ValueError(f"it lacks {name}; it has {', '.join(map(str, found)) or 'nothing'}")
+                    raise ValueError(f"{name} is missing; the columns are {', '.join(map(str, found)) or 'none'}")
                 if (missing := found[name].isna().to_numpy()).any():
                     raise ValueError(f"request {missing.argmax()} has no {name} (requests count from 0)")
             if meta is None:
@@ -148,23 +148,23 @@ class Workload:
 
 
 def _prompts(prompts: str | Path | Sequence[Prompt]) -> tuple[list[Prompt], str]:
-    """The prompts, and what to call them."""
+    """Return the prompts and their name."""
     if isinstance(prompts, str | Path):
         return prompt_set(prompts), label(prompts)
     if not len(prompts):
-        raise ValueError("prompts must be at least one")
+        raise ValueError("prompts is empty; give at least one prompt")
     return list(prompts), f"{len(prompts)} prompts"
 
 
 def _from_the_first(found: pd.DataFrame) -> pd.DataFrame:
-    """A recorded list in the order of its arrivals, as seconds from the first."""
+    """Return a recorded list sorted by arrival, with arrival times in seconds since the first."""
     arrived = found.arrived
     if not pd.api.types.is_numeric_dtype(arrived):
         dated = arrived.astype(str).str.contains("-").any()
         try:
             moments = pd.to_datetime(arrived, format="ISO8601") if dated else pd.to_timedelta(arrived)
         except (ValueError, TypeError) as error:
-            said = f"arrived must be seconds, ISO dates or times of day, got {arrived.iloc[0]!r} and so on"
+            said = f"arrived must be seconds, ISO dates or times of day, got {arrived.iloc[0]!r} in the first line"
             raise ValueError(said) from error
         arrived = (moments - moments.min()).dt.total_seconds()
     found = found.assign(arrived=arrived - arrived.min())
@@ -172,7 +172,7 @@ def _from_the_first(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed: int) -> pd.DataFrame:
-    """The table of a workload from what a file has of it."""
+    """Return the table of a workload, with the columns missing from a file filled in."""
     generator, drawn = np.random.default_rng(seed), {"deadline": np.nan, "seed": 0}
     if "prompt" not in found:
         texts, _ = _prompts(prompts)
@@ -181,7 +181,7 @@ def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed
         if "number" in found:
             numbers = [checks.integer("number", number) for number in found.number]
             if max(numbers) >= len(texts):
-                raise ValueError(f"number {max(numbers)} is none of the {len(texts)} prompts (they count from 0)")
+                raise ValueError(f"number {max(numbers)} is out of range for {len(texts)} prompts (counted from 0)")
         elif "prompt_tokens" in found:
             sizes = np.array([len(json.dumps(text)) for text in texts]) / CHARACTERS
             numbers = [int(np.abs(sizes - wanted).argmin()) for wanted in found.prompt_tokens]
@@ -193,6 +193,6 @@ def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed
 
 
 def _plain(value: object) -> object:
-    """As JSON has it: numpy's numbers are Python's, NaN is null."""
+    """Return a value for JSON: numpy numbers as Python numbers, NaN as None."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and np.isnan(value) else value

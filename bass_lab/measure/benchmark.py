@@ -1,19 +1,18 @@
-"""How fast is it here? Interleaved repeats of several ways to decode, with paired ratios and intervals.
+"""Time decoding methods on the same prompts: interleaved repeats, paired ratios and their intervals.
 
-Every repeat runs all methods one after the other on the same prompts with the same limits, so that a slow moment of the
-machine slows all of them; a speed-up is the ratio within a repeat. Where few percent are asked for on a machine that is
-not quiet, this engine's methods can take turns step by step instead: a decode takes a second, and machines change their
-mind within it. The baseline is this engine with draft length 0: the same cache and the same loop without speculative
-work. `transformers.generate` is quoted beside it.
+Every repeat runs all methods one after the other, with the same prompts and limits. A slow moment of the machine
+therefore slows all methods, and a speed-up is the ratio within a repeat. With `take_turns`, the methods of a repeat
+alternate step by step. This resolves differences of a few percent on a noisy machine. The baseline `regular` is this
+engine with draft length 0: the same cache and loop without speculative work. `transformers` is a second baseline.
 
-| method | what it is |
+| method | decoding |
 | --- | --- |
 | `transformers` | `model.generate` on the left-padded batch |
-| `assisted` | `model.generate(assistant_model=draft)` with its own defaults; takes one sequence, so rows take turns |
+| `assisted` | `model.generate(assistant_model=draft)` with its defaults, one row at a time |
 | `regular` | this engine, draft length 0 |
 | `single` | this engine, one row at a time |
 | `batched` | this engine, all rows at once: BASS |
-| `other_draft` | the same with drafts that come from elsewhere |
+| `other_draft` | `batched` with another draft model or drafter |
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ from bass_lab.provenance import describe_environment
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 OTHER = "other_draft"
-DRAFTING = ("single", "batched", OTHER)  # those with a draft length
-BASELINES = ("regular", "transformers")  # those that draft nothing
-COSTS = ("device", "commit", "samples", "spread")  # of what was measured of the costs that the default policy goes by
+DRAFTING = ("single", "batched", OTHER)  # methods with a draft length
+BASELINES = ("regular", "transformers")
+COSTS = ("device", "commit", "samples", "spread")  # fields of `CostModel.measured` that a record keeps
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: one line per (repeat, method): repeat, method, k, seconds, tokens, tokens_per_second, first_ms, last_ms,
-    mean_ms (latency per token), alpha, acceptance_rate, tokens_per_step (NaN where nothing was drafted), disturbed
-    (whether something was recorded in this repeat, by any method)."""
+    """Timed repeats. `runs` has a line per (repeat, method) with the columns repeat, method, k, seconds, tokens,
+    tokens_per_second, first_ms, last_ms, mean_ms (latencies per token), alpha, acceptance_rate, tokens_per_step (NaN
+    where unknown), disturbed (True if any method captured CUDA graphs in this repeat)."""
 
     runs: pd.DataFrame
 
     def ratio(self, method: str = "batched", to: str = "regular") -> Ratio:
-        """Speed of one method over another."""
+        """Return the speed of one method relative to another."""
         seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
         return Ratio.of(seconds[method], seconds[to])
 
     def lines(self) -> list[dict]:
-        """For each method what `records` has of it: medians of tokens/s, latencies and counts, the speed over regular
-        decoding, and the seconds of all repeats."""
+        """Return a line per method for `records`: medians of tokens/s, latencies and counts, the speed relative to
+        regular decoding, and the seconds of all repeats."""
         found = []
         for method, runs in self.runs.groupby("method", sort=False):
             medians = runs[["tokens_per_second", *LATENCIES, *COUNTS]].median()
@@ -80,7 +79,7 @@ class Comparison:
         return found
 
     def summary(self) -> pd.DataFrame:
-        """The same as a table, without the seconds; over_regular with the columns low and high."""
+        """Return `lines` as a table without seconds. The columns low and high hold the interval of over_regular."""
         numbers = dict.fromkeys((*LATENCIES, *COUNTS), float)
         return records.frame(self.lines()).drop(columns="seconds").astype(numbers)
 
@@ -100,21 +99,20 @@ def compare(
     take_turns: bool = False,
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> Comparison:
-    """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
+    """Time the methods on the same prompts. EOS is switched off, so all methods emit the same number of tokens.
 
-    batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
-    again), for comparisons that a few texts could decide.
-    repeats: interleaved, after one that warms up and is not counted. Where steps are recorded (on a GPU), sessions keep
-    what they have recorded, all of them open at once; another repeat takes the place of one in which something is
-    recorded, up to two times `repeats` in all (those after that are `disturbed`). draft_length: of `single` and
-    `batched`; None is the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so
-    on; None is "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft
-    suffix" and "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is
-    always taken by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is
-    done now and which share of the work, 0 to 1, is done.
+    batch: prompts per repeat. Each repeat takes the next prompts and starts again after the last. None: all prompts in
+    every repeat. repeats: interleaved repeats, after an uncounted warm-up. On a GPU, all sessions stay open and keep
+    their captured CUDA graphs. A repeat that captures another graph is replaced, up to 2 · `repeats` times; later
+    repeats with a capture are marked `disturbed`. draft_length: of `single` and `batched`. None: the default policy.
+    other_lengths: further draft lengths of `batched`, as methods "batched k=2" and "batched default" (None).
+    other_drafts: draft models or drafters by name, timed with all of these lengths as methods "other_draft suffix" and
+    "other_draft suffix k=2". take_turns: interleave the methods of a repeat step by step. The method with the fewest
+    emitted tokens takes the next step, and each method is timed in its own steps. progress: receives a description of
+    the current work and the share done, 0 to 1.
 
-    Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
-    are to take turns.
+    Raises ValueError for an unknown method, for `assisted` without a draft model, and for take_turns with methods of
+    transformers.
     """
     repeats = checks.integer("repeats", repeats, least=1)
     pool, lines = token_ids(pair, prompts), []
@@ -160,11 +158,11 @@ def _methods(
     other_lengths: Sequence[int | None],
     other_drafts: Mapping[str, PreTrainedModel | Drafter] | None,
 ) -> dict[str, Method]:
-    """Return the methods that `compare` times, by name. The arguments are those of `compare`, and it raises as that."""
+    """Return the methods to time, by name. Arguments and errors are those of `compare`."""
     for method in methods:
         checks.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
+        raise ValueError("the method 'assisted' needs a draft model; remove 'assisted' from `methods`")
 
     def ours(k: int | None, pair: ModelPair = pair, rows: int = rows, **named: str) -> Method:
         options = {"temperature": temperature, "draft_length": k, "eos_token_id": ()}
@@ -206,17 +204,17 @@ def bench(
     progress: Callable[[str, float], None] = lambda doing, share: None,
     **options,
 ) -> Iterator[list[dict]]:
-    """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
+    """Compare the methods on prompt sets at several batch sizes. Yield the records of each set and batch size.
 
-    sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
-    set rather than its first. models: what to call the pair. options: max_new_tokens (128), temperature (0.2),
-    draft_length (5), other_lengths and other_drafts; these and take_turns as in `compare`. One row has no `single`
-    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not.
+    sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next prompts of
+    the set instead of the first. models: the name of the pair in records. options: max_new_tokens (128), temperature
+    (0.2), draft_length (5), other_lengths, other_drafts and take_turns as in `compare`. At batch 1, `single` is left
+    out: `batched` is the same. The field exactness counts each method's exact rows in a greedy float32 run.
 
     Raises ValueError as `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
-        raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
+        raise ValueError(f"methods must include the baseline 'regular'; got {list(methods)}")
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
     new, others = options["max_new_tokens"], options.setdefault("other_drafts", {})
     exact = in_dtype(pair, torch.float32)
@@ -230,7 +228,7 @@ def bench(
     cost = costs_like(pair)
     costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
     how = {"repeats": repeats, "take_turns": take_turns, **options}
-    spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
+    spent = {"regular": 0, "batched": options["draft_length"]}  # methods whose step overhead is measured: draft length
     done, all_rows = 0, len(sets) * sum(batches)
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=new)
@@ -250,7 +248,7 @@ def bench(
                 with called.open() as decode:
                     texts = timed_runs.texts(decode, token_ids(exact, first), Clock(), max_new_tokens=new, seed=0)
                 line["exactness"] = {"dtype": "float32", "rows": batch, "identical": _identical(texts, alone[:batch])}
-                if method in spent and new > 1:  # a single token comes of the prefill
+                if method in spent and new > 1:  # the prefill emits the first token
                     decoding = {"max_new_tokens": new, "temperature": options["temperature"]}
                     overhead = step_overhead(pair, first, draft_length=spent[method], **decoding)
                     line |= {} if overhead is None else {"step_overhead": overhead}
@@ -263,9 +261,9 @@ def bench(
 
 
 def over_baseline(lines: Sequence[dict]) -> tuple[str, list[Ratio]]:
-    """The faster of regular decoding and `transformers`, where both were timed, and each line's speed over it.
+    """Return the name of the faster baseline and the speed of each line relative to this baseline.
 
-    lines: records of one prompt set and batch.
+    The baselines are `regular` and, if timed, `transformers`. lines: records of one prompt set and batch.
     """
     known = [line for line in lines if line["method"] in BASELINES]
     fastest = max(known, key=lambda line: line["tokens_per_second"])
@@ -273,23 +271,22 @@ def over_baseline(lines: Sequence[dict]) -> tuple[str, list[Ratio]]:
 
 
 def table(lines: Sequence[dict]) -> tuple[str, list[dict[str, str]], str]:
-    """The records of one prompt set and batch for people: what was timed, the lines of a table, and what its columns
-    mean."""
+    """Return a heading, table rows and notes about the columns, for the records of one prompt set and batch."""
     first = lines[0]
     heading = (
         f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, "
         f"{first['dtype']}, {first['repeats']} repeats"
     )
-    notes = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
+    notes = f"exact rows: greedy {first['exactness']['dtype']} rows equal to transformers' text of the row alone"
     outside = {line["method"]: line["step_overhead"] for line in lines if "step_overhead" in line}
     if outside:
         shares = ", ".join(f"{method} {share:.1%}" for method, share in outside.items())
-        notes += f"; time outside of the models' passes: {shares}"
+        notes += f"; time outside the models' forward passes: {shares}"
     if disturbed := max(line.get("disturbed", 0) for line in lines):
-        notes += f"; in {disturbed} of the repeats something was recorded, so they took longer"
+        notes += f"; {disturbed} of the repeats captured CUDA graphs and therefore took longer"
     baseline, ratios = over_baseline(lines)
     if baseline != "regular":
-        notes += f"; over faster: over {baseline}, which is faster than regular here"
+        notes += f"; over faster: speed relative to {baseline}, the faster baseline here"
     rows = [
         {
             "method": line.get("drafter", line["method"]) + ("" if line["k"] is None else f" k={line['k']}"),
@@ -309,12 +306,12 @@ def table(lines: Sequence[dict]) -> tuple[str, list[dict[str, str]], str]:
 
 
 def methods_of(pair: ModelPair) -> list[str]:
-    """The methods that this pair can be timed with: all, or without a draft model all but `assisted`."""
+    """Return the methods that this pair supports: all, or without a draft model all except `assisted`."""
     return [method for method in METHODS if method != "assisted" or isinstance(pair.draft, PreTrainedModel)]
 
 
 def greedy_alone(pair: ModelPair, prompts: Sequence[str | Tensor], *, max_new_tokens: int = 96) -> list[Tensor]:
-    """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
+    """Return the greedy `transformers.generate` tokens of each prompt alone: the reference for exactness."""
     ids = token_ids(pair, prompts)
     check_context(pair, max(map(len, ids)), max_new_tokens)
     return [plain_decoding.greedy(pair.target, row, max_new_tokens)[0] for row in ids]
@@ -328,9 +325,9 @@ def identical_rows(
     draft_length: int | None = 5,
     alone: Sequence[Tensor] | None = None,
 ) -> int:
-    """Rows of a greedy speculative batch whose every token equals `transformers.generate`'s for the row alone.
+    """Count the rows of a greedy speculative batch that equal `transformers.generate` of the row alone in every token.
 
-    alone: those texts if they are known already (`greedy_alone`).
+    alone: the reference rows, if the caller already has them (`greedy_alone`).
     """
     ids = token_ids(pair, prompts)
     alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
@@ -340,16 +337,14 @@ def identical_rows(
 
 
 def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int:
-    """Rows whose every token is that of the row alone."""
     found = found.sequences if isinstance(found, Generation) else found
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
 def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float | None:
-    """Share of the decode steps' time that is spent outside the two models' forward passes (on a CPU: wall time); None
-    where steps are recorded, which call no model.
+    """Return the share of decode time outside the two models' forward passes. On a CPU this is wall time.
 
-    options: as in `generate`. Prefill is left out of both.
+    Prefill is excluded. None if steps replay CUDA graphs: replays call no model. options: as in `Session`.
     """
     outside, whole = 0.0, 0.0
     options = {"max_batch_size": len(prompts), "eos_token_id": ()} | options
@@ -363,6 +358,6 @@ def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: in
             watch.start()
             session.step()
             watch.mark()
-            parts = watch.intervals()  # outside, a pass, outside, a pass, …, outside
+            parts = watch.intervals()  # alternating: outside, pass, outside, …, outside
             outside, whole = outside + sum(parts[::2]), whole + sum(parts)
     return outside / whole

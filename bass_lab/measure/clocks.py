@@ -1,4 +1,4 @@
-"""How time is taken: of a block, of the best of many calls, of a model's passes, and when rows emitted their tokens."""
+"""Time measurement: of a block, of the fastest of many calls, of model passes, and of the tokens of each row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LATENCIES = ("first_ms", "last_ms", "mean_ms")
 
 
 class Elapsed:
-    """Seconds of a with block, from when the device has done all that came before until it has done all of the block.
+    """Time a with block, synchronizing the device at both ends.
 
-    started: on the clock of `time.perf_counter`. seconds: known when the block has ended.
+    started: `time.perf_counter()` at the start. seconds: set when the block has ended.
     """
 
     def __init__(self, device: torch.device):
@@ -37,10 +37,8 @@ class Elapsed:
 
 
 def best_seconds(call: Callable[[], object], device: torch.device, spend: float) -> float:
-    """Shortest time of a call after one that warms up; on CUDA of ten in a row, so that launching is not counted.
-
-    spend: seconds to go on measuring.
-    """
+    """Return the shortest time of a call in seconds, after a warm-up. On CUDA, ten consecutive calls are timed together
+    to hide launch latency. spend: seconds to measure."""
     inner = 10 if device.type == "cuda" else 1
     call()
     times, end = [], time.perf_counter() + spend
@@ -54,7 +52,7 @@ def best_seconds(call: Callable[[], object], device: torch.device, spend: float)
 
 @contextmanager
 def passes_marked(pair: ModelPair) -> Iterator[Stopwatch]:
-    """A stopwatch that is marked where a forward pass of the pair's models begins and where it ends."""
+    """Yield a stopwatch with a mark at the start and end of each forward pass of the pair's models."""
     watch = Stopwatch(pair.device)
     with ExitStack() as hooks:
         for model in {id(model): model for model in pair.models}.values():  # one model may be both
@@ -65,39 +63,39 @@ def passes_marked(pair: ModelPair) -> Iterator[Stopwatch]:
 
 @dataclass
 class Clock:
-    """When rows of one run emitted: at first (with the time, how many tokens that were) and at last, in seconds."""
+    """Emission times of the rows of one run, in seconds: the first (with its number of tokens) and the last."""
 
     first: dict[int, tuple[float, int]] = field(default_factory=dict)
     last: dict[int, float] = field(default_factory=dict)
-    away: float = 0.0  # seconds that others had, where runs take turns
+    away: float = 0.0  # seconds spent in other runs, if runs are interleaved
 
     def tick(self, rows: Sequence[int], emitted: int) -> None:
-        """These rows have just emitted; each has `emitted` tokens if these are its first."""
+        """Note that these rows emitted tokens now. emitted: tokens of a row at the first emission."""
         now = time.perf_counter() - self.away
         for row in rows:
             self.first.setdefault(row, (now, emitted))
             self.last[row] = now
 
     def stepped(self, event: StepEvent) -> None:
-        """A step of a session's has ended, with a copy to the host: its time is the device's, too. A row's first step
-        is its prefill, which gives one token."""
+        """Note the end of a `Session` step. The step ended with a copy to the host, so the device has finished too. The
+        first step of a row is the prefill, which emits one token."""
         self.tick(event.rows, emitted=1)
 
     def latencies(self, new: int) -> dict[str, float]:
-        """Milliseconds per token of the first row to finish, of the last, and their mean over the rows of `new` tokens:
-        from a row's first tokens (its prefill gives one; assisted generation's first step may give more) to its end,
-        divided by the tokens in between (names: the paper's; definition: ours). NaN if there were none."""
+        """Return milliseconds per token of the fastest and slowest row, and the mean over rows of `new` tokens. A row's
+        latency is the time from first to last emission, divided by the tokens after the first emission. NaN if no row
+        has such tokens. The names are the paper's, the definition is ours."""
         per_row = [
             1e3 * (self.last[row] - start) / (new - had) for row, (start, had) in self.first.items() if new > had
         ]
         if not per_row:
             return dict.fromkeys(LATENCIES, float("nan"))
         first, last = min(per_row), max(per_row)
-        mean = min(max(sum(per_row) / len(per_row), first), last)  # the mean of equal numbers need not be equal to them
+        mean = min(max(sum(per_row) / len(per_row), first), last)  # rounding can move a mean of equal numbers
         return dict(zip(LATENCIES, (first, last, mean), strict=True))
 
     def decoding_seconds(self, one_by_one: bool = False) -> float:
-        """From the last row's first tokens, which its prefill gives, to the last tokens; of single rows, the sum."""
+        """Return seconds from the latest prefill to the last emission; with one_by_one the sum over sequential rows."""
         if one_by_one:
             return sum(self.last[row] - start for row, (start, _) in self.first.items())
         return max(self.last.values()) - max(start for start, _ in self.first.values())

@@ -1,4 +1,4 @@
-"""Which phase launched which kernel: the events of torch's Chrome trace joined to the ranges of decode steps."""
+"""Join the events of torch's Chrome trace to the phases of decode steps: each kernel to the phase that launched it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ROUNDING = 0.002  # µs; the trace rounds times to nanoseconds
 
 
 def range_name(step: int, phase: str) -> str:
-    """What a phase's range is called in the trace."""
+    """Return the name of a phase's range in the trace."""
     return f"bass step {step}: {phase}"
 
 
 def join(events: Sequence[dict], on_gpu: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The phases' ranges on the host, and the kernels with the place of the range that launched them (`owner`).
+    """Return the phases' ranges on the host, and the kernels with the index of the launching range (`owner`).
 
-    events: those of a Chrome trace as torch writes it (times in µs). A GPU's kernel belongs to the phase during which
-    the host launched it, however much later it ran: its `correlation` is that of the launch. All kernels of a CUDA
-    graph carry the correlation of the one call that replays it. Where a launch was not recorded, the operator with the
-    kernel's `External id` stands in; -1 is a kernel that no phase launched.
+    events: of a Chrome trace as torch writes it (times in µs). A GPU kernel belongs to the phase during which the host
+    launched the kernel, even if the kernel ran later. Launch and kernel share a `correlation`; all kernels of a CUDA
+    graph have the correlation of the replay call. If the trace lacks the launch, the operator with the kernel's
+    `External id` is used instead. owner -1: no phase launched the kernel.
 
-    Returns ranges (step, phase, thread, start_ms, end_ms) and kernels (owner, name, start_ms, duration_ms, launch_ms,
-    lane); times in milliseconds since the first range's start.
+    Columns of ranges: step, phase, thread, start_ms, end_ms. Columns of kernels: owner, name, start_ms, duration_ms,
+    launch_ms, lane. Times are in milliseconds since the start of the first range.
     """
     table = pd.DataFrame(
         [
@@ -58,7 +58,7 @@ def join(events: Sequence[dict], on_gpu: bool) -> tuple[pd.DataFrame, pd.DataFra
 
 
 def _ranges(annotations: pd.DataFrame) -> pd.DataFrame:
-    """step, phase, thread, start, end of the annotations that are ours, in order."""
+    """Return step, phase, thread, start and end of this project's annotations, by start."""
     matches = annotations.name.map(_RANGE.fullmatch)
     ours = annotations[matches.notna()].sort_values("start")
     parts = [matches[place].groups() for place in ours.index]
@@ -74,7 +74,7 @@ def _ranges(annotations: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outermost(operators: pd.DataFrame) -> pd.DataFrame:
-    """The operators that no other operator of their thread contains."""
+    """Return the operators that no other operator of the same thread contains."""
     ordered = operators.sort_values(["thread", "start", "duration"], ascending=[True, True, False])
     ends = (ordered.start + ordered.duration).groupby(ordered.thread)
     reached = ends.cummax().groupby(ordered.thread).shift(fill_value=-np.inf)
@@ -84,7 +84,7 @@ def _outermost(operators: pd.DataFrame) -> pd.DataFrame:
 
 
 def _launched(table: pd.DataFrame, operators: pd.DataFrame) -> pd.DataFrame:
-    """What ran on a GPU, with the time and the thread of its launch (NaN and None where unknown)."""
+    """Return the GPU's events, each with the time and thread of the launch (NaN and None if unknown)."""
     found = table[table.category.isin(ON_DEVICE)]
     calls = _by_id(table[table.category.isin(LAUNCHES)], "correlation")
     callers = _by_id(operators, "External id")
@@ -100,23 +100,23 @@ def _launched(table: pd.DataFrame, operators: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_id(events: pd.DataFrame, name: str) -> dict[int, tuple[float, object]]:
-    """start and thread of the events that have this id."""
+    """Return start and thread of each event by the id with this name."""
     rows = zip(events.args, events.start, events.thread, strict=True)
     return {args[name]: (start, thread) for args, start, thread in rows if name in args}
 
 
 def _owners(times: np.ndarray, threads: np.ndarray, ranges: pd.DataFrame) -> np.ndarray:
-    """Place of the range on that thread that was open at each time; -1: none was. Ranges of a thread do not overlap."""
+    """Return the index of the range open on that thread at each time, or -1. Ranges of a thread do not overlap."""
     owner = np.full(len(times), -1)
     for thread, part in ranges.groupby("thread"):
-        place = np.searchsorted(part.start, times, side="right") - 1  # NaN comes last, and after every end
+        place = np.searchsorted(part.start, times, side="right") - 1  # NaN sorts last, after every end
         inside = (threads == thread) & (place >= 0) & (times < part.end.to_numpy()[place])
         owner[inside] = part.index.to_numpy()[place[inside]]
     return owner
 
 
 def gpu_spans(ranges: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
-    """Ranges moved to when the GPU was at them; they follow each other without overlap."""
+    """Return the ranges shifted to the times at which the GPU ran their kernels, without overlap."""
     last = (kernels.start_ms + kernels.duration_ms).groupby(kernels.owner).max()
     starts, ends, reached = [], [], -np.inf
     for place, current in ranges.iterrows():
@@ -130,7 +130,7 @@ def gpu_spans(ranges: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def busy_time(starts: np.ndarray, ends: np.ndarray) -> float:
-    """How long at least one of these intervals lasts; they may overlap, and come in any order."""
+    """Return the total length of the union of intervals. Intervals may overlap and need no order."""
     order = np.argsort(starts, kind="stable")
     starts, ends = np.asarray(starts)[order], np.asarray(ends)[order]
     reached = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]

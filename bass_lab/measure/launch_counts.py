@@ -1,17 +1,16 @@
-"""How many kernels a decode step launches on an H100, counted on a machine without one.
+"""Count the kernels that a decode step launches on an H100, on a machine without a GPU.
 
     python -m bass_lab.measure.launch_counts          # the GPU benchmark's pair, batch 8, five drafts, layers compiled
 
-The step runs over *fake* tensors: of the real sizes, on a device "cuda", without memory. Three things are counted:
+The step runs over *fake* tensors: real sizes, device "cuda", no memory. Three sources of launches are counted:
 
-* an operator that Python asks for by itself is one launch; none if its result is a view, or memory that nobody fills.
-  (Few take two on a GPU: a long sort, a sum over few rows. There the count is a lower bound.)
-* a compiled region is what the CUDA code launches that inductor writes for it: one for each generated kernel, and for
-  each product or other call of a library. That code is generated as ever, and read instead of run.
-* an operator of ours (`bass::`) is the Triton kernels that its launcher launches, and the operators around these.
+* An operator called from Python is one launch. A view or an uninitialized tensor is no launch. A few operators launch
+  two kernels on a GPU (a long sort, a sum over few rows); for these operators the count is a lower bound.
+* A compiled region launches the kernels in the CUDA code that inductor generates: each generated kernel, each product
+  and each other library call. The code is generated as usual, and read instead of run.
+* A `bass::` operator launches the Triton kernels of its launcher and the operators around these kernels.
 
-The count takes no account of how long a launch takes. It changes torch in its process for good (`_guard_devices`):
-run it in one of its own.
+Launch durations are not modelled. The count changes torch permanently (`_guard_devices`): use a separate process.
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ def launches(
     temperature: float = 0.0,
     compiled: bool = True,
 ) -> pd.DataFrame:
-    """What a step of `batch` rows launches, once all is compiled, with models of these configs on the path "ragged".
+    """Return the launches of a warm decode step of `batch` rows, with models of these configs on the path "ragged".
 
-    One line per phase ("draft", "verify"), place ("layers", "around" them in a pass, "glue" outside the passes) and
-    what: a kernel of ours, an operator of torch, "product" or "fused" for a compiled region's. Columns: launches, each
-    (launches per layer and pass, or per pass, or as they are).
+    One line per phase ("draft", "verify"), place ("layers", "around" the layers of a pass, "glue" outside the passes)
+    and what (a kernel of this project, an operator of torch, or a compiled region's "product" or "fused" kernels).
+    Columns: launches, each (launches per layer and pass for "layers", per pass for "around", unchanged for "glue").
     """
     counted = _Counted()
     with torch.device("meta"):
@@ -121,7 +120,7 @@ def launches(
             runners[0].feed_last(*prompts, PROMPT, range(batch))
             rows.lengths_host[:] = PROMPT + 1
             lengths = np.full(batch, draft_length)
-            for _ in range(2):  # what the first step makes for all later ones is no part of a step
+            for _ in range(2):  # the first step includes one-time work
                 counted.launches.clear()
                 context = step.begin(batch, draft_length)
                 with counted.at("draft", "glue"):
@@ -141,14 +140,14 @@ def launches(
 
 
 class _Counted(TorchDispatchMode):
-    """Counts launches by phase, place and what is launched, of all that happens inside it over fake tensors."""
+    """Dispatch mode that counts launches over fake tensors by phase, place and name."""
 
     def __init__(self):
         super().__init__()
         self.fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         self.launches: Counter[tuple[str, str, str]] = Counter()
         self._place = "", ""
-        self._within = False  # a compiled region: its code stands for its operators
+        self._within = False  # inside a compiled region, whose launches `compile` counts
 
     @contextmanager
     def at(self, phase: str | None, place: str) -> Iterator[None]:
@@ -163,7 +162,7 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if operator.namespace == "bass":  # its body, over tensors that have shapes
+        if operator.namespace == "bass":  # run the operator's body over fake tensors
             with self, patch.object(self, "_within", False):
                 return getattr(kernel_ops, operator.overloadpacket.__name__)._init_fn(*args, **kwargs)
         result = operator(*args, **kwargs)
@@ -172,7 +171,7 @@ class _Counted(TorchDispatchMode):
         return result
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        """A backend of torch.compile: code is written and counted, and shapes are worked out by the operators."""
+        """Act as a torch.compile backend: count the launches in inductor's code, and run the operators for shapes."""
         found = LAUNCH.findall(_code(graph, inputs))
         fused = sum("triton_" in line for line in found)
 
@@ -186,16 +185,16 @@ class _Counted(TorchDispatchMode):
 
 
 def _fills_memory(operator, args: tuple, result: object) -> bool:
-    """Whether an operator writes to the device's memory."""
+    """Return True if an operator writes to device memory."""
     if operator.is_view or operator.overloadpacket.__name__ in UNFILLED:
         return False
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    same = any(leaf is each for leaf in results for each in args)  # a conversion that has nothing to do
+    same = any(leaf is each for leaf in results for each in args)  # a conversion without effect
     return any(leaf.is_cuda for leaf in results) and (operator._schema.is_mutable or not same)
 
 
 def _code(graph: torch.fx.GraphModule, inputs: list) -> str:
-    """What inductor writes to call this graph's kernels, for the H100 that is not there."""
+    """Return inductor's code that calls this graph's kernels on an H100."""
     found = []
 
     def read(lowering: GraphLowering) -> SimpleNamespace:
@@ -204,7 +203,7 @@ def _code(graph: torch.fx.GraphModule, inputs: list) -> str:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(GraphLowering, "compile_to_module", read))
-        # Only here: where torch sees no GPU, fake tensors take no step towards one.
+        # Patched only here: if torch saw a GPU elsewhere, fake tensors would try to use the GPU.
         stack.enter_context(patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(patch.object(torch.cuda, "device_count", lambda: 1))
         torch._inductor.compile_fx.compile_fx(graph, inputs)
@@ -213,7 +212,7 @@ def _code(graph: torch.fx.GraphModule, inputs: list) -> str:
 
 @contextmanager
 def _watched(counted: _Counted, runner: Runner) -> Iterator[None]:
-    """Inside, launches of this runner's passes are counted as theirs, and those of their layers as the layers'."""
+    """Attribute launches inside this runner's passes to "around", and launches inside the layers to "layers"."""
     feed, layers = runner.feed, layers_of(runner.model)
 
     def fed(*args, **kwargs) -> Tensor:
@@ -235,13 +234,13 @@ def _watched(counted: _Counted, runner: Runner) -> Iterator[None]:
 
 @contextmanager
 def _absent_gpu(counted: _Counted) -> Iterator[None]:
-    """Inside, an H100 answers where torch and triton ask for a GPU, and launches are counted."""
+    """Make torch and triton see an H100, and count launches."""
     _guard_devices()
     properties = SimpleNamespace(**PROPERTIES)
     answers = {
         "current_device": 0,
         "get_device_properties": properties,
-        "_get_device_properties": properties,  # exists in builds for CUDA alone
+        "_get_device_properties": properties,  # exists only in CUDA builds
         "get_device_capability": (9, 0),
         "get_device_name": properties.name,
         "_lazy_init": None,
@@ -261,7 +260,7 @@ def _absent_gpu(counted: _Counted) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, function, create=True))
         stack.enter_context(patch.object(driver, "_active", gpu, create=True))
         stack.enter_context(patch("torch._inductor.scheduler.has_triton", lambda *_: True))
-        for module in (joint_graph, post_grad):  # they would try patterns on the device
+        for module in (joint_graph, post_grad):  # whose patterns would run on the device
             stack.enter_context(patch.object(module, "lazy_init", lambda *_: None))
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda *_: None))
         stack.enter_context(torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False))
@@ -271,15 +270,14 @@ def _absent_gpu(counted: _Counted) -> Iterator[None]:
         stack.enter_context(patch.object(kernel_ops, "obstacle", lambda device: None))
         stack.enter_context(patch.object(compiled_layers, "BACKEND", counted.compile))
         stack.enter_context(patch.object(compiled_layers, "_compiled", {}))
-        for forget in (torch._dynamo.reset, randomness._words.cache_clear):  # a fake tensor is of one run
+        for forget in (torch._dynamo.reset, randomness._words.cache_clear):  # fake tensors belong to a single run
             forget()
             stack.callback(forget)
         yield
 
 
 def _guard_devices() -> None:
-    """A build of torch for CPUs alone refuses to slice even a fake tensor of a GPU, until it is told how to switch to
-    such a device: here, not at all."""
+    """Register a no-op CUDA device guard. Without a guard, CPU builds of torch cannot slice fake CUDA tensors."""
     with fake_tensor.FakeTensorMode():
         try:
             torch.empty(1, device="cuda")[:1]
@@ -300,7 +298,7 @@ def _guard_devices() -> None:
 
 
 def named(shape: str, layers: int | None = None) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    """The configs of a pair of `named_pairs.SHAPES`. layers: of the target, its own where None."""
+    """Return the configs of a pair in `named_pairs.SHAPES`. layers: of the target (None: unchanged)."""
     target, draft = (named_config(each, shape) for each in (SHAPES[shape].target, SHAPES[shape].draft))
     target.num_hidden_layers = layers or target.num_hidden_layers
     return target, draft
@@ -309,7 +307,7 @@ def named(shape: str, layers: int | None = None) -> tuple[PreTrainedConfig, PreT
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="paper-7.8b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, help="of the target: fewer are counted sooner")
+    parser.add_argument("--layers", type=int, help="layers of the target; fewer layers are counted faster")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measures: ways to decode, by model shape and batch size, the figures that matter most first."""
+"""The plan of `make bench-gpu`: methods by model shape and batch size, the most important figures first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
 from bass_lab.measure.modelled_costs import best_fixed_length
 
-USELESS = 0.02  # α of a draft that is next to never right
+USELESS = 0.02  # α of a draft model whose tokens are almost never accepted
 POLICIES = {"algorithm 1": lambda cost: BassHeuristic(), "goodput": Goodput}
 
 
 @dataclass(frozen=True)
 class PlannedMethod:
-    """One way to decode. draft: 0, k, a name of `POLICIES`, or "best", the fixed length that the costs favour."""
+    """A decoding method. draft: 0, k, a name of `POLICIES`, or "best", the best fixed length under the costs."""
 
     method: str
     draft: int | str = 0
@@ -26,7 +26,7 @@ class PlannedMethod:
 
 @dataclass(frozen=True)
 class Group:
-    """Ways that are timed on one pair and batch size."""
+    """Methods to time on a pair and batch size."""
 
     shape: str
     batch: int
@@ -41,11 +41,11 @@ def batched(alpha: float, draft: int | str = "best", **changes) -> PlannedMethod
     return PlannedMethod("batched", draft, alpha, **changes)
 
 
-PROBE = batched(0.8, 5)  # from whose steps the costs are taken
+PROBE = batched(0.8, 5)  # the costs come from the steps of this method
 
 
 def plan(quick: bool) -> list[Group]:
-    """What is measured, the figures that matter most first: a run that is short of time leaves out the end."""
+    """Return the groups to measure, the most important first: a run out of time drops the rest."""
     several = (REGULAR, batched(0.8), batched(USELESS, "goodput"))
     few = (REGULAR, batched(0.8))
     also = (
@@ -76,7 +76,7 @@ DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput")
 
 
 def policy_of(way: PlannedMethod, batch: int, cost: CostModel | None, keys: float) -> int | DraftLengthPolicy:
-    """What a session gets as its draft length. cost: None will do for a fixed length; keys: of a row."""
+    """Return the `draft_length` for a session. cost: may be None for a fixed length. keys: mean KV length of a row."""
     if way.draft == "best":
         rows = 1 if way.method == "single" else batch
         return best_fixed_length(cost, rows, way.alpha, keys)[0] or 1
@@ -84,5 +84,5 @@ def policy_of(way: PlannedMethod, batch: int, cost: CostModel | None, keys: floa
 
 
 def as_calibrated(cost: CostModel, alpha: float) -> CostModel:
-    """These costs with the acceptance that `bass calibrate` would have seen of a pair whose drafts are accepted so."""
+    """Return these costs with the acceptance counts that `bass calibrate` would measure at this alpha."""
     return replace(cost, measured=cost.measured | {"acceptance": [round(1000 * alpha), round(1000 * (1 - alpha))]})

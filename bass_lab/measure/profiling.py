@@ -1,4 +1,4 @@
-"""Kernel timelines joined to decode steps: which kernel ran when, for which phase of which step, and when nothing ran.
+"""Kernel timelines by decode step and phase: the kernels, their times, and the gaps between them.
 
     with profile() as prof:
         generate(pair, prompts, max_new_tokens=32)
@@ -6,11 +6,9 @@
     prof.totals().head(10)              # the kernels that take longest
     prof.save("timeline.json.gz")       # opens in ui.perfetto.dev; Profile.load reads it back
 
-What a *kernel* is depends on the device. On a GPU: what ran there, copies and fills included. On a CPU: an operator
-called from Python; what it calls in turn is part of it. Everything is derived from the Chrome trace that torch writes,
-so that a recorded timeline is explored on a machine without the GPU exactly as a fresh one.
-
-The engine announces its phases (`Session.on_phase`); only while a profile is taken does anyone listen.
+A *kernel* depends on the device. On a GPU, kernels include copies and fills. On a CPU, a kernel is an operator called
+from Python, including nested operators. All tables come from torch's Chrome trace, so a saved timeline can be explored
+on a machine without a GPU. The engine reports its phases to `Session.on_phase` only during a profile.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ COUNTS = ("rows", "k", "drafted", "accepted", "emitted")
 
 
 class Profile:
-    """What ran during a `profile` block, or in a loaded one. Times are milliseconds since the first phase began.
+    """A recorded or loaded profile. Times are milliseconds since the first phase began.
 
-    about: device, dtype, versions and commit of where it was taken. The properties raise ValueError as long as the
-    block has not ended, and where no step ran in it.
+    about: device, dtype, versions and commit of the recording. The properties raise ValueError until the `profile`
+    block has ended, and for a block without steps.
     """
 
     def __init__(self):
@@ -54,25 +52,25 @@ class Profile:
 
     @property
     def on_gpu(self) -> bool:
-        """Kernels are a GPU's; otherwise they are operators on a CPU."""
+        """True if kernels are GPU kernels, False if they are CPU operators."""
         return self.about["device_type"] == "cuda"
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
         """One line per kernel: step, phase (missing: launched outside a step), name, start_ms, duration_ms, launch_ms
-        (when the host launched it; on a CPU when it started), lane (the stream, or the thread)."""
+        (time of the launch on the host; on a CPU the start), lane (stream or thread)."""
         ranges, found = self._joined
         table = ranges[["step", "phase"]].reindex(found.owner).reset_index(drop=True).astype({"step": "Int64"})
         return table.join(found.drop(columns="owner"))
 
     @cached_property
     def spans(self) -> pd.DataFrame:
-        """One line per step and phase: step, phase, kind, start_ms, duration_ms, kernels (how many), busy_ms (some
-        kernel of the phase ran) and gap_ms (the rest: Python, launching, waiting); host_start_ms and host_ms, when and
-        how long the host was at it.
+        """One line per step and phase: step, phase, kind, start_ms, duration_ms, kernels (count), busy_ms (a kernel of
+        the phase ran) and gap_ms (the rest: Python, launching, waiting); host_start_ms and host_ms (start and duration
+        of the phase on the host).
 
-        On a CPU a span is the phase's own time. A GPU runs behind the host: there a phase ends with the last kernel
-        that it launched, and the next one begins; a step begins and ends with the host's, or later.
+        On a CPU, a span is the time of the phase. On a GPU, which runs behind the host, a phase ends with the last
+        kernel that it launched, and the next phase begins. A step never begins or ends before the step on the host.
         """
         ranges, found = self._joined
         spans = kernel_events.gpu_spans(ranges, found) if self.on_gpu else ranges
@@ -94,9 +92,9 @@ class Profile:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One line per step, in the order in which they ran, the index of all other tables' `step`: run (which
-        `generate` or Session) and number (its `Trace.steps.step`), kind, what the trace says summed over the rows
-        (rows, drafted, accepted, emitted; k the longest; missing with trace="off"), start_ms, duration_ms."""
+        """One line per step, in execution order; the index is `step` of the other tables. Columns: run (number of the
+        `generate` call or Session), number (`Trace.steps.step`), kind, rows, k (longest), drafted, accepted and emitted
+        (sums over rows, missing with trace="off"), start_ms, duration_ms."""
         ends = self.spans.assign(end_ms=self.spans.start_ms + self.spans.duration_ms).groupby("step")
         start = ends.start_ms.min()
         return self._steps.assign(start_ms=start, duration_ms=ends.end_ms.max() - start)
@@ -109,13 +107,13 @@ class Profile:
         table = groups[["duration_ms", "kernels", "busy_ms", "gap_ms", "host_ms"]].mean()
         table = table.rename(columns={"duration_ms": "ms"})
         table.insert(1, "share", table.ms / table.groupby("kind").ms.transform("sum"))
-        table.insert(5, "gap_share", (table.gap_ms / table.ms).fillna(0.0))  # a GPU may spend no time on planning
+        table.insert(5, "gap_share", (table.gap_ms / table.ms).fillna(0.0))  # on a GPU, planning may take 0 ms
         order = [(kind, phase) for kind in ("prefill", "decode") for phase in PHASES]
         return table.reindex([key for key in order if key in table.index])
 
     def totals(self, by: Sequence[str] = ("phase", "name"), kind: str = "decode") -> pd.DataFrame:
-        """Kernels of decode (or prefill) steps, grouped: count, total_ms, share (of all such kernels' time), mean_us;
-        longest first."""
+        """Return the kernels of decode (or prefill) steps, grouped, longest first: count, total_ms, mean_us, share (of
+        the time of all kernels of this kind of step)."""
         steps = self.steps.index[self.steps.kind == kind]
         times = self.kernels[self.kernels.step.isin(steps)].groupby(list(by)).duration_ms
         table = pd.DataFrame({"count": times.size(), "total_ms": times.sum(), "mean_us": 1e3 * times.mean()})
@@ -123,10 +121,10 @@ class Profile:
         return table.sort_values("total_ms", ascending=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a Chrome trace (gzipped where the name ends in .gz), for ui.perfetto.dev and `Profile.load`.
+        """Write a Chrome trace for ui.perfetto.dev and `Profile.load`, gzipped if the name ends in .gz.
 
-        It holds every event of torch's trace and no host name. `distributedInfo` and names for all lanes are added:
-        viewers that were made for many devices refuse a trace without.
+        The file has all events of torch's trace, and no host name. `distributedInfo` and names for all lanes are added,
+        because some viewers for many devices require them.
         """
         document = self._document()
         named = _lane_names(document["traceEvents"])
@@ -141,12 +139,12 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote. Raises ValueError for another file."""
+        """Load a profile from a file of `save`. Raises ValueError for another file."""
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
         document = json.loads(text)
         if not isinstance(document, dict) or "bass" not in document:
-            raise ValueError(f"{path} was not written by Profile.save: its steps are missing (no field 'bass')")
+            raise ValueError(f"{path} was not written by Profile.save: the field 'bass' is missing")
         return cls()._fill(text, pd.DataFrame(document["bass"]["steps"]), document["bass"]["about"])
 
     def _fill(self, text: bytes, steps: pd.DataFrame, about: dict) -> Profile:
@@ -156,8 +154,8 @@ class Profile:
 
     def _document(self) -> dict:
         if not self._trace:
-            raise ValueError("nothing is recorded yet: look at a profile after its with block has ended")
-        # What is not a number is no JSON either, and no viewer would read it.
+            raise ValueError("the profile is empty; read a profile after its with block has ended")
+        # NaN and infinity are not JSON, and viewers reject them.
         text = gzip.decompress(self._trace).decode(errors="replace")
         document = json.loads(text, parse_constant=lambda name: None)
         return {name: value for name, value in document.items() if name not in ("host_name", "traceName")}
@@ -166,27 +164,27 @@ class Profile:
     def _joined(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         events = self._document()["traceEvents"]
         if self._steps.empty:
-            raise ValueError("no step ran in this profile: call generate or Session.step inside its with block")
+            raise ValueError("no step ran in this profile; call generate or Session.step inside the with block")
         ranges, kernels = kernel_events.join(events, self.on_gpu)
         if self.on_gpu and kernels.empty:
             raise ValueError(
                 "the models ran on a GPU, but torch's profiler recorded no kernel there: another process may hold the "
-                "GPU's counters, or CUPTI is missing; KINETO_LOG_LEVEL=0 in the environment says more"
+                "GPU's counters, or CUPTI is missing. Set KINETO_LOG_LEVEL=0 in the environment for details"
             )
         return ranges, kernels
 
 
 @contextmanager
 def profile() -> Iterator[Profile]:
-    """Record what runs while `generate` is called, or a Session steps, inside the with block (in this thread).
+    """Profile the `generate` calls and Session steps of this thread inside the with block.
 
-    Yields a Profile that can be used when the block has ended. Recording costs time (lesson 06 measures it) and
-    memory: on a CPU a decode step of the embedded pair is some 7,000 events of 250 bytes. Profile tens of steps, not
-    thousands, and after a first call outside, which has costs of its own. On a GPU no step is launched before the last
-    one is read meanwhile, so that phases are told apart. Raises RuntimeError if a profiler runs.
+    Yields a Profile that is complete when the block has ended. Profiling costs time (lesson 06 measures the overhead)
+    and memory: on a CPU, a decode step of the embedded pair is about 7,000 events of 250 bytes. Profile tens of steps,
+    after a warm-up call outside the block. On a GPU, steps do not overlap during a profile, which keeps phases apart.
+    Raises RuntimeError if another profiler is active.
     """
     if Session.on_phase is not None or torch.autograd._profiler_enabled():
-        raise RuntimeError("a profiler is running already, and profiles do not nest: end its with block first")
+        raise RuntimeError("a profiler is running already, and profiles do not nest; end the other profile first")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     phases, result = _Phases(), Profile()
     with _quiet(), torch.profiler.profile(activities=activities) as recorder:
@@ -204,10 +202,8 @@ def profile() -> Iterator[Profile]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch 2.13 writes two lines to stderr for every profile, at any level below this one, read when the first begins.
-
-    What goes wrong is noticed without: `Profile` says so where kernels are missing.
-    """
+    """Silence the two lines that torch 2.13 writes to stderr for every profile. torch reads the level at the first
+    profile. Missing kernels are still reported, by `Profile`."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
@@ -218,12 +214,12 @@ def _quiet() -> Iterator[None]:
 
 
 class _Phases:
-    """Turns the phases that sessions announce into ranges of torch's profiler, and counts the steps."""
+    """Listener that turns the phases of sessions into ranges of torch's profiler, and counts the steps."""
 
     def __init__(self):
         self.about = {"device_type": "cpu", "dtype": ""}
         self.device = torch.device("cpu")
-        self._thread = threading.get_ident()  # torch records this one
+        self._thread = threading.get_ident()  # torch profiles only this thread
         self._steps: list[dict] = []
         self._traces: list[Trace] = []
         self._range: record_function | None = None
@@ -251,7 +247,7 @@ class _Phases:
             self._range = None
 
     def table(self) -> pd.DataFrame:
-        """The steps with what their traces say."""
+        """Return the steps with the counts from their traces."""
         if not self._steps:
             return pd.DataFrame()
         steps = pd.DataFrame(self._steps)
@@ -259,13 +255,13 @@ class _Phases:
         sums = {"rows": ("row", "size"), "k": ("k", "max")} | {name: (name, "sum") for name in COUNTS[2:]}
         counts = pd.concat(parts).rename(columns={"step": "number"}).groupby(["run", "number"]).agg(**sums)
         table = steps.join(counts.astype("Int64"), on=["run", "number"])
-        # A step that was interrupted leaves its number to the next one.
+        # The step after an interrupted step has the same number.
         table.loc[steps.duplicated(["run", "number"], keep="last"), list(COUNTS)] = pd.NA
         return table
 
 
 def _lane_names(events: Sequence[dict]) -> list[dict]:
-    """Metadata events for processes and threads with slices that torch left without."""
+    """Return metadata events that name the processes and threads without a name in torch's trace."""
     named = {(e["name"], e["pid"], e.get("tid") if "thread" in e["name"] else 0) for e in events if e["ph"] == "M"}
     lanes = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     wanted = []

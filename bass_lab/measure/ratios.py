@@ -1,4 +1,4 @@
-"""The pairing of interleaved repeats, and how much faster one method is than another: ratios and their median."""
+"""Paired repeats of interleaved methods, and speed ratios with a confidence interval."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Found = TypeVar("Found")
 def counted_repeats(
     once: Callable[[int], Found], repeats: int, recordings: Callable[[], int], first: int = 0
 ) -> Iterator[tuple[Found, bool]]:
-    """Yield what `once` gives in each of `repeats` repeats, and True for a disturbed one.
+    """Yield the result of `once` for each of `repeats` repeats, and True if the repeat was disturbed.
 
-    A repeat runs all methods that are compared. One in which CUDA graphs are recorded takes longer, so another one
-    replaces it, up to two times `repeats` in all: a policy may ask for a new length at any time. Later ones are
-    disturbed.
+    A repeat runs all compared methods. A policy may choose a new draft length at any time. The repeat then captures a
+    CUDA graph and takes longer, so another repeat replaces it, up to 2 · `repeats` times. Later repeats with a capture
+    are disturbed.
 
-    once: receives the number of the repeat, from `first`. recordings: how many there were so far.
+    once: receives the number of the repeat, starting at `first`. recordings: returns the number of captures so far.
     """
     again, counted = 2 * repeats, 0
     for number in itertools.count(first):
@@ -38,7 +38,7 @@ def counted_repeats(
 
 
 class Ratio(NamedTuple):
-    """Median of paired ratios, and its 95% interval (bootstrap)."""
+    """Median of paired ratios with a 95% bootstrap interval."""
 
     median: float
     low: float
@@ -46,7 +46,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, seconds: ArrayLike, others: ArrayLike) -> Ratio:
-        """Speed over another way, whose time in each repeat is in `others`."""
+        """Return the speed relative to another method. seconds, others: times of both methods in each repeat."""
         ratios = np.asarray(others) / np.asarray(seconds)
         resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
         low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])

@@ -1,11 +1,9 @@
-"""Measured results as JSON lines that pandas reads back, and that others can contribute.
+"""Measured results as JSON lines, loaded by pandas.
 
-Every line names its kind in the field `schema`. The JSON schema `assets/records.schema.json` is the one place that says
-what lines of a kind hold; docs/RECORDS.md shows it as tables. A speed without a word on exactness is not a result:
-every line of a speed carries it.
+Every line names its kind in the field `schema`. The JSON schema `assets/records.schema.json` defines the fields of each
+kind; docs/RECORDS.md shows the schema as tables. Every line of kind speed includes the exactness of the rows.
 
-The records that ship lie in the package, so that lessons find them wherever they run; BASS_RECORDS names another
-folder.
+The shipped records are part of the package, so lessons find them from any folder. BASS_RECORDS names another folder.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ from bass_lab.sweep import store
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "bass_lab" / "assets" / "records"
 SCHEMA = ROOT / "bass_lab" / "assets" / "records.schema.json"
-KIND = "schema"  # the field
+KIND = "schema"  # field with the kind of a line
 TYPES = {
     **{"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)},
     **{"array": (list,), "object": (dict,), "null": (type(None),)},
 }
-PEERS = ("transformers", "assisted")  # methods that are not this engine's
-TIMED = ("speed", "gpu_speed")  # kinds of lines that say how long decoding took
-# Of a timed kernel, null with a reason.
+PEERS = ("transformers", "assisted")  # methods of transformers
+TIMED = ("speed", "gpu_speed")  # kinds with decode times
+# Fields of a timed kernel. They are null if a reason is given instead.
 KERNEL_TIMES = {
     "kernel": ("us", "gb_per_s", "percent_of_copy", "captured", "calls", "replays"),
     "product": ("us", "percent_of_copy", "captured"),
 }
-# Reading alone may beat a copy's read and write by some percent. A larger excess comes out of a cache.
+# A read-only kernel may exceed the copy bandwidth by some percent. A larger excess means that the data were cached.
 MOST_PERCENT_OF_COPY = 125.0
 
 
 def folder() -> Path:
-    """Where records are kept: in the package, or where the environment's BASS_RECORDS says."""
+    """Return the folder of the records: BASS_RECORDS if set, else the package's."""
     return Path(os.environ.get("BASS_RECORDS") or SHIPPED)
 
 
 def shipped(name: str) -> Path:
-    """A file or folder of the records that are kept. Raises FileNotFoundError that says where it was looked for."""
+    """Return a file or folder of the records. Raises FileNotFoundError if there is no such name."""
     path = folder() / name
     if not path.exists():
         held = ", ".join(sorted(each.name for each in folder().glob("*"))) or "nothing"
@@ -63,7 +61,7 @@ def shipped(name: str) -> Path:
 
 @cache
 def kinds() -> dict[str, dict]:
-    """The schema of each kind, references to shared fields filled in."""
+    """Return the schema of each kind, with references resolved."""
     document = json.loads(SCHEMA.read_text(encoding="utf-8"))
 
     def resolved(part: dict) -> dict:
@@ -77,9 +75,9 @@ def kinds() -> dict[str, dict]:
 
 
 def check(line: dict, *expected: str) -> None:
-    """Raises ValueError naming the field of a line that is missing, wrong, or contradicts another.
+    """Raise ValueError for a line with a missing, wrong or contradictory field, and name the field.
 
-    expected: kinds that it may be of; any where none is named.
+    expected: permitted kinds (none given: any kind).
     """
     checks.check_fields(line, {KIND: str}, ())
     kind = checks.one_of(KIND, line[KIND], expected or tuple(kinds()))
@@ -99,8 +97,7 @@ def check(line: dict, *expected: str) -> None:
 
 
 def _types(part: dict) -> tuple[type, ...]:
-    """The Python types of a field's values."""
-    named = part.get("type", "string")  # a field without one is a constant: the kind's name
+    named = part.get("type", "string")  # only the constant name of the kind has no type
     return sum((TYPES[name] for name in ([named] if isinstance(named, str) else named)), ())
 
 
@@ -126,22 +123,22 @@ def _check_times(line: dict) -> None:
 def _check_exactness(exactness: dict, ours: bool) -> None:
     rows, identical = exactness.get("rows"), exactness.get("identical")
     if not isinstance(rows, int) or not isinstance(identical, int) or not 0 <= identical <= rows or rows < 1:
-        raise ValueError(f"exactness must hold the numbers of rows and of identical ones among them, got {exactness!r}")
+        raise ValueError(f"exactness must hold integers 0 <= identical <= rows and rows >= 1, got {exactness!r}")
     if ours and exactness.get("dtype") == "float32" and identical != rows:
-        raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}: find out why first")
+        raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}; find the cause first")
 
 
 def _check_kernel(line: dict, times: Sequence[str]) -> None:
     reason, us, plan = line["reason"], line["us"], line.get("us_plan_share")
     if reason is not None:
         if not reason or plan is not None or any(line[name] is not None for name in times):
-            raise ValueError(f"either a time or a reason, got us {us!r} and reason {reason!r}")
+            raise ValueError(f"a line holds either a time or a reason; got us {us!r} and reason {reason!r}")
         return
     for name in ("error", *times):
         if line[name] is None:
             raise ValueError(f"without a reason, {name} must be given")
     if us <= 0 or us < (plan or 0):
-        raise ValueError(f"us must be positive and hold us_plan_share, got {us!r}")
+        raise ValueError(f"us must be positive and at least us_plan_share ({plan!r}), got {us!r}")
     rate = line["gb"] / us * 1e6
     if not math.isclose(line.get("gb_per_s", rate), rate, rel_tol=1e-6):
         raise ValueError(f"gb_per_s is not gb / us: {line['gb_per_s']!r}")
@@ -156,10 +153,10 @@ def _positive(value: object) -> bool:
 
 
 def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check) -> None:
-    """Add lines that pass `check` to a file of JSON lines, made if there is none: all of them or, after an error, none.
+    """Append checked lines to a file of JSON lines, which is created if missing. After an error, no line is added.
 
-    What other processes add meanwhile stands before or behind them. Raises ValueError if a line is wrong, and for a
-    file of another kind, which is left as it is.
+    Other processes may append at the same time; the lines of each call stay together. Raises ValueError for a wrong
+    line, and for a file with other content, which stays unchanged.
     """
     for line in lines:
         check(line)
@@ -177,16 +174,14 @@ def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check)
 
 
 def mend(path: Path) -> None:
-    """Drop the half line at a file's end that a killed writer leaves: it stands for nothing, and no line could follow
-    it. Lines that end, or that only lack their line break, stay. Raises ValueError for a file of another kind, which is
-    left as it is."""
+    """Remove an incomplete last line, left by a killed writer. A complete last line gets a missing line break. Raises
+    ValueError for a file with other content, which stays unchanged."""
     with _for_more(path):
         pass
 
 
 def mended(path: Path) -> list[dict]:
-    """The lines, each checked, of a file that more are to be added to; none where there is no file. Errors as `mend`
-    and `read`."""
+    """Mend a file and return the checked lines, or none if there is no file. Raises as `mend` and `read`."""
     if not path.exists():
         return []
     mend(path)
@@ -194,8 +189,8 @@ def mended(path: Path) -> list[dict]:
 
 
 def earlier(path: Path, here: dict) -> list[dict]:
-    """What earlier runs left in this file that has these fields (device and commit, say); none where there is no file,
-    nor where nobody knows which code runs here. A half line at its end is dropped, as by `mend`."""
+    """Return the lines of earlier runs in a file that have the fields of `here`, such as device and commit. Empty if
+    there is no file, or if the current commit is unknown. An incomplete last line is removed as by `mend`."""
     if not path.exists() or here.get("commit") == "":
         return []
     mend(path)
@@ -205,8 +200,8 @@ def earlier(path: Path, here: dict) -> list[dict]:
 
 @contextmanager
 def _for_more(path: Path) -> Iterator[BinaryIO]:
-    """The file at its end, behind whole lines alone; nobody else adds any meanwhile. Raises ValueError for a file whose
-    first line, or half of a last one, is no JSON object's."""
+    """Yield the file, locked, positioned after complete lines. Raises ValueError unless the first line is a JSON object
+    and an incomplete last line begins like an object."""
     with path.open("a+b", buffering=0) as file:
         lock(file.fileno())
         file.seek(0)
@@ -214,7 +209,7 @@ def _for_more(path: Path) -> Iterator[BinaryIO]:
         end = found.rfind(b"\n") + 1
         first, half = found[:end].partition(b"\n")[0], found[end:]
         if not half[:2] == b'{"'[: len(half)] or (end and not _is_object(first)):
-            raise ValueError(f"{path} holds something else than records; it is left as it is, give another file")
+            raise ValueError(f"{path} does not hold records and was not changed; give another file")
         if half:
             try:
                 json.loads(found[end:])
@@ -232,7 +227,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
-    """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
+    """Return the checked lines of a file. Raises ValueError naming the file, the line and the fault."""
     lines = []
     with path.open("rb") as file:
         for number, data in enumerate(file, 1):
@@ -250,8 +245,8 @@ def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
 
 
 def frame(lines: Sequence[dict]) -> pd.DataFrame:
-    """Lines of a speed as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
-    `exactness` (if they have it) as identical and rows."""
+    """Return lines of kind speed as a table. The field over_regular becomes the columns over_regular (the median), low
+    and high; exactness, if present, becomes identical and rows."""
     flat = []
     for line in lines:
         ratio, exactness = line["over_regular"], line.get("exactness", {})
@@ -261,16 +256,15 @@ def frame(lines: Sequence[dict]) -> pd.DataFrame:
 
 
 def load_records(path: str | Path | None = None) -> pd.DataFrame:
-    """What was recorded under a path, as one table: a file of JSON lines, the folder of a sweep, or a folder of these.
+    """Load the records of a file of JSON lines, the folder of a sweep, or a folder of both, as a table.
 
-    path: None is all that ships. `source` names the file, relative to the folder; a file that links reach again counts
-    once. Lines that name a kind of
-    docs/RECORDS.md are checked, those of a speed flattened as by `frame`; samples of `bass eval` have a line per row,
-    beside their settings; lines without a kind stay as they are. Of a sweep, finished runs count, `run` is their key,
-    and their parameters are columns, None as "auto" and lists as text; a field of a record that has the name of a
-    parameter and another value becomes NAME_recorded.
+    path: None loads all records in `folder`. The column `source` is the file, relative to path. A file reached twice
+    through links counts once. Lines with a kind of docs/RECORDS.md are checked; lines of kind speed are flattened as by
+    `frame`; samples of `bass eval` give a line per row, with the settings as columns. Lines without a kind stay as they
+    are. A sweep gives the records of finished runs: `run` is the key, and each parameter is a column, None as "auto"
+    and lists as text. A record field that has the name of a parameter and another value becomes NAME_recorded.
 
-    Raises FileNotFoundError, and ValueError naming file and line for what is no record, or where there is none.
+    Raises FileNotFoundError; ValueError if there are no records; ValueError with file and line for a wrong line.
     """
     path = folder() if path is None else Path(path)
     if not path.exists():
@@ -285,7 +279,7 @@ def load_records(path: str | Path | None = None) -> pd.DataFrame:
 
 
 def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
-    """Yield the files under a path and their lines. seen: real paths of files and folders that were read before."""
+    """Yield the files under a path and their lines. seen: real paths of files and folders already read."""
     if path.resolve() in seen:
         return
     seen.add(path.resolve())
@@ -296,8 +290,8 @@ def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
         versions = {(result.mark.get("code"), result.mark.get("cells")) for result in results}
         if len(versions) > 1:
             warnings.warn(
-                f"{path} has runs of {len(versions)} versions of the notebook and the code; the column `code` tells "
-                "them apart, and the sweep's own command, given all values, makes them anew",
+                f"{path} has runs of {len(versions)} versions of the notebook and the code; the column `code` holds "
+                "the version. To repeat outdated runs, start the sweep's command again with all values",
                 stacklevel=4,
             )
         for result in results:
@@ -312,7 +306,6 @@ def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
 
 
 def _table(path: Path) -> pd.DataFrame:
-    """The lines of one file."""
     with path.open("rb") as file:
         samples = file.readline().startswith(b'{"evaluation": ')
     if samples:
@@ -326,7 +319,7 @@ def _table(path: Path) -> pd.DataFrame:
 
 
 def _check_if_known(line: dict) -> None:
-    """As `check`, but that a line may be of no kind: a notebook of somebody's own records what it likes."""
+    """Check a line unless its kind is missing: users' own notebooks may record any fields."""
     if isinstance(line, dict) and KIND not in line:
         return
     check(line)
@@ -343,16 +336,16 @@ def _with_parameters(table: pd.DataFrame, result: store.FinishedRun) -> pd.DataF
 
 
 def text_table(heading: str, rows: Sequence[dict[str, str]]) -> str:
-    """Lines for people, their columns under a heading."""
+    """Return rows as a printable table under a heading."""
     return f"{heading}\n{pd.DataFrame(rows).to_string(index=False)}\n"
 
 
 def text(value: float | None, form: str) -> str:
-    """A number in a table: formatted, or nothing where there is none."""
+    """Return a formatted number, or an empty string for None."""
     return "" if value is None else format(value, form)
 
 
 def device_file(kind: str, device: str) -> Path:
-    """Where such records of a GPU are kept: <kind>_<device>.jsonl in `folder`."""
+    """Return the file of a GPU's records of a kind: <kind>_<device>.jsonl in `folder`."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
     return folder() / f"{kind}_{slug}.jsonl"

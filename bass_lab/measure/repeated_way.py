@@ -1,4 +1,4 @@
-"""One way to decode, again and again on the same prompts: what it took, and which part of that the host had alone."""
+"""Repeat one decoding method on the same prompts: decode times, and the share of time without GPU work."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from bass_lab.measure.ratios import counted_repeats
 from bass_lab.measure.timed_runs import transformers_generate
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
-CYCLES = 2e9  # of a GPU in a second, at most
-WARM_UPS = 2  # of a way: the first time compiles, the second records
-RESTED = 3  # runs in which the device rests before it works
+CYCLES = 2e9  # upper bound on a GPU's clock cycles per second
+WARM_UPS = 2  # the first run compiles, the second captures
+RESTED = 3  # runs with `Rest`
 
 
 class Repeat(NamedTuple):
-    """seconds: of decoding, as `Clock.decoding_seconds`. steps: of the trace, empty for transformers."""
+    """One run. seconds: `Clock.decoding_seconds`. steps: of the trace, empty for transformers."""
 
     seconds: float
     clock: Clock
@@ -38,18 +38,18 @@ class Repeat(NamedTuple):
 
 
 class RepeatedWay(HasSession):
-    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings."""
+    """A method that decodes the same prompts repeatedly. This engine's session keeps caches and captured graphs."""
 
     def __init__(
         self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None, new: int
     ):
-        """cost: of the policies that go by it, and of the best fixed length."""
+        """cost: for policies that need costs, and for the best fixed length."""
         self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
         policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
         self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
-        self.runs = 0  # so far
+        self.runs = 0
         self.session = None
-        if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
+        if way.method == "transformers":  # with a new cache, generate would capture the passes again
             room = max(map(len, prompts)) + new
             self.cache = StaticCache(config=pair.target.config, max_cache_len=room)
         else:
@@ -74,7 +74,7 @@ class RepeatedWay(HasSession):
             transformers_generate(self.pair, self.prompts, **options, **{CACHE: self.cache})
         else:
             self.session.trace = trace
-            for row, prompt in enumerate(self.prompts):  # the same numbers each time: the same counts, the same shapes
+            for row, prompt in enumerate(self.prompts):  # equal row numbers give equal counts and shapes in every run
                 self.session.submit(prompt, max_new_tokens=self.new, row=row)
             with self.session.prepared():
                 while not self.session.idle:
@@ -87,13 +87,13 @@ class RepeatedWay(HasSession):
             self.once()
 
     def host_share(self, counted: Sequence[Repeat]) -> float | None:
-        """Return the share of these repeats' decode time in which the device works on no pass, a median. None if it is
-        unknown: where passes are launched operation by operation, a GPU waits for the host inside them, too.
+        """Return the share of decode time in which the device works on no pass. None on a GPU with compile="off": there
+        the GPU also waits for the host inside passes.
 
-        Spans of a GPU include the time that it waits for the host. So its work is taken from further runs, the median
-        of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it: not longer,
-        since after a rest it is faster than it was (`Rest`). No step is launched ahead in them, which takes other
-        recordings where rows end one by one.
+        The spans of GPU passes include waiting for the host. The GPU's work is therefore the median of `RESTED` further
+        runs. At the beginning of every step of these runs, the GPU rests until the host has launched the whole step.
+        The rest is not longer, because a rested GPU is faster (`Rest`). These runs launch no step ahead and may need
+        further captured graphs, hence the warm-ups.
         """
         taken = float(np.median([run.seconds for run in counted]))
         if self.pair.device.type == "cuda":
@@ -112,13 +112,13 @@ class RepeatedWay(HasSession):
 
 
 class Rest:
-    """Told of a session's phases: at the beginning of a step lets the device rest for twice as long as the host took to
-    launch the last one; at first, and at most, for `longest` seconds."""
+    """Listener for `Session.on_phase` that rests the device at the beginning of each step, for twice as long as the
+    host took to launch the last step. The first and longest rest is `longest` seconds."""
 
     def __init__(self, longest: float, sleep: Callable[[float], None], clock: Callable[[], float] = time.perf_counter):
         self.longest = self.seconds = longest
         self._sleep, self._clock = sleep, clock
-        self._began: float | None = None  # a prefill has no plan
+        self._began: float | None = None  # None in a prefill, which has no phase "plan"
 
     def __call__(self, session: Session, step: int, phase: str) -> None:
         if phase == "plan":
@@ -129,6 +129,6 @@ class Rest:
 
 
 def _pass_seconds(steps: pd.DataFrame) -> float:
-    """What the spans of both models' passes take in the decode steps of a run."""
+    """Return the seconds of draft and verify spans in the decode steps of a run."""
     decode = steps[steps.kind == "decode"].drop_duplicates("step")
     return float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3

@@ -1,9 +1,9 @@
-"""What a forward pass has to do, the least time in which a device can do it, and how much of a device a run used.
+"""Roofline model: the work of a forward pass, a lower bound on its time, and the utilisation of a device in a run.
 
-`StepWork` counts a model's bytes and floating-point operations from its shapes; `Device` holds two peaks measured here,
-a copy's bandwidth and a matrix product's rate. `Roofline` puts them together: a pass takes at least the time of its
-bytes and at least the time of its operations. Counts and bounds, never predictions: launches and Python come on top.
-`utilisation` divides what the passes of a run had to do by what the device could have done meanwhile.
+`StepWork` counts the bytes and floating-point operations of a pass from a model's shapes. `Device` holds two peaks: the
+bandwidth of a copy and the rate of a matrix product. `Roofline` combines both into a lower bound on the time of a pass.
+Bounds are not predictions: launches and Python take further time. `utilisation` divides the work of a run by the work
+that the device could have done in the same time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from bass_core.environment import processor
 from bass_lab.measure.clocks import best_seconds
 
 Number = float | np.ndarray | pd.Series
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configs call the number of experts
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # config fields for the number of experts
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one pass of a model reads and computes. Sizes in elements, `element` in bytes; arguments may be arrays.
+    """Bytes and operations of a model's passes. Sizes are in elements, `element` in bytes. Arguments may be arrays.
 
-    weights: parameters that every pass reads; tables of which a pass looks up a few lines (embeddings) are left out.
-    products: those of them that are factors of matrix products.
+    weights: parameters that every pass reads, without embedding tables, of which a pass reads a few rows. products:
+    weights that are factors of matrix products.
     """
 
     weights: int
@@ -42,16 +42,16 @@ class StepWork:
 
     @classmethod
     def of(cls, model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype | None = None) -> StepWork:
-        """Counted from a model, or from a config (no weights are made). dtype: None for the model's own.
+        """Count the work of a model, or of a config without allocating weights. dtype: None for the model's dtype.
 
-        Raises ValueError for mixtures of experts, of which a pass reads what its tokens are sent to.
+        Raises ValueError for mixtures of experts, where the reads of a pass depend on the tokens.
         """
         if isinstance(model, PreTrainedConfig):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(model, dtype=dtype)
         config = model.config.get_text_config()
         if any((getattr(config, name, None) or 1) > 1 for name in EXPERTS):
-            raise ValueError(f"{type(model).__name__} is a mixture of experts: what a pass reads depends on its tokens")
+            raise ValueError(f"{type(model).__name__} is a mixture of experts and cannot be counted; use a dense model")
         head = model.get_output_embeddings()
         used = set() if head is None else {id(parameter) for parameter in head.parameters()}
         looked_up = {
@@ -77,37 +77,37 @@ class StepWork:
         return self.heads // self.kv_heads
 
     def cache_bytes(self, positions: Number) -> Number:
-        """Of the keys and values of so many positions, in all layers."""
+        """Return the bytes of keys and values of so many positions in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.element * positions
 
     def attention_intensity(self, query_length: Number) -> Number:
-        """Flop per byte of attention alone over a long cache: Q · G in bf16.
+        """Return the flop per byte of attention alone over a long cache: Q · G in bf16.
 
-        A key and its value take 2 · D · `element` bytes, and serve Q · G queries with 2 · D flop each in QKᵀ and in PV.
+        A key and value take 2 · D · `element` bytes and serve Q · G queries with 2 · D flop each in QKᵀ and in PV.
         """
         return 2 * query_length * self.group / self.element
 
     def flops(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
-        """Multiplications and additions of a pass over `query_length` new tokens of each row.
+        """Return the multiplications and additions of a pass over `query_length` new tokens of each row.
 
-        kv_length: mean keys that a query attends to, committed and new.
+        kv_length: mean number of keys that a query attends to, including new keys.
         """
         tokens = batch * query_length
         attention = 4 * self.layers * self.heads * self.head_dim * kv_length  # q·k and p·v, two operations each
         return tokens * (2 * self.products + attention)
 
     def bytes(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
-        """Read and written at least: weights once, keys and values of every row once, the new ones written.
+        """Return the minimum bytes of a pass: read the weights and all cached keys and values, write the new ones.
 
-        kv_length: mean keys of a row that are read from the cache.
-        Activations and logits are left out: on a GPU they stay in caches or are small beside the weights.
+        kv_length: mean number of cached keys of a row. Activations and logits are left out: on a GPU they stay in
+        caches, or are small next to the weights.
         """
         return self.element * self.weights + self.cache_bytes(batch * (kv_length + query_length))
 
 
 @dataclass(frozen=True)
 class Device:
-    """bandwidth in bytes/s and flops in flop/s: the best that a copy and a matrix product reached here."""
+    """Peaks of a device: bandwidth of a copy in bytes/s, flops of a matrix product in flop/s."""
 
     name: str
     bandwidth: float
@@ -115,37 +115,37 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """Flop per byte from which on arithmetic, not memory, is the limit."""
+        """Flop per byte above which arithmetic is the limit instead of memory."""
         return self.flops / self.bandwidth
 
     def attainable(self, intensity: Number) -> Number:
-        """Flop/s at most of work with so many flop per byte."""
+        """Return the maximum flop/s for work with so many flop per byte."""
         return np.minimum(self.flops, intensity * self.bandwidth)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time of a model's passes on a device."""
+    """Lower bound on the time of a model's passes on a device."""
 
     work: StepWork
     device: Device
 
     def seconds(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
-        """No pass is faster than its bytes, nor than its operations."""
+        """Return the time of the pass's bytes or of its operations, whichever is longer."""
         shape = batch, query_length, kv_length
         return np.maximum(self.work.bytes(*shape) / self.device.bandwidth, self.work.flops(*shape) / self.device.flops)
 
     def intensity(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
-        """Flop per byte of a pass; memory is the limit below the device's ridge."""
+        """Return the flop per byte of a pass. Below the device's ridge, memory is the limit."""
         return self.work.flops(batch, query_length, kv_length) / self.work.bytes(batch, query_length, kv_length)
 
 
-# From data sheets, models in bf16. The paper's are the 7.8B target and its 310M draft (4 layers × 2048).
-A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not say which it used
+# Peaks from data sheets, models in bf16. The paper uses the 7.8B target and the 310M draft (4 layers × 2048).
+A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not name the variant
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
 TARGET_8B = StepWork(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
 DRAFT_310M = StepWork(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
-MODELS = {  # the targets whose attention is looked at
+MODELS = {  # targets of attention measurements
     "Llama-8B": StepWork(int(8.03e9), int(8.03e9), layers=32, heads=32, kv_heads=8, head_dim=128, element=2),
     "MHA-7.8B": TARGET_8B,
     "OPT-13B": StepWork(int(12.85e9), int(12.85e9), layers=40, heads=40, kv_heads=40, head_dim=128, element=2),
@@ -154,7 +154,7 @@ MODELS = {  # the targets whose attention is looked at
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Shares of a device's measured peaks that the decode steps of a run used; definitions in `utilisation`."""
+    """Shares of a device's peaks used by the decode steps of a run, as `utilisation` defines them."""
 
     seconds: float
     verified: float
@@ -164,28 +164,28 @@ class Utilisation:
 
 
 def utilisation(steps: pd.DataFrame, target: StepWork, draft: StepWork | None, device: Device) -> Utilisation:
-    """How much of a device a run used while it decoded. The paper names GPU utilisation; the definitions are ours.
+    """Return the shares of a device's peaks that the decode steps of a run used. The paper names GPU utilisation; the
+    definitions are ours.
 
-    All are over the time of the decode steps (draft, verify and other; prefill and what happens between steps are left
-    out), and count what has to be done, not what padding adds:
+    The time is that of the decode steps (draft, verify, other), without prefill and without time between steps. Padding
+    does not count as work.
 
-    - `verified`: the target's operations for the drafted tokens that each row submitted and one more, ÷ time ÷ peak;
-    - `emitted`: the same for the emitted tokens alone, one position each, so that rejected drafts and what is cut off
-      after an end do not count. In regular decoding the two are equal;
-    - `draft`: the draft's operations, not contained in the others;
-    - `bandwidth`: bytes that the passes of both models have to move ÷ time ÷ what a copy reached. Every pass reads its
-      weights once and the cached keys and values of its rows, and writes the new ones.
+    - `verified`: the target's operations for each row's draft tokens plus one more token, ÷ time ÷ peak;
+    - `emitted`: the same for emitted tokens only, one position each. In regular decoding both are equal;
+    - `draft`: the draft model's operations, not included in the others;
+    - `bandwidth`: minimum bytes of both models' passes ÷ time ÷ copy bandwidth. Every pass reads the weights and the
+      rows' cached keys and values once, and writes the new keys and values.
 
-    A draft phase is counted as the engine runs it: a pass over two tokens of every row that drafts, then one over one
-    token for each further drafted one. Drafts that a policy discards, and what the draft catches up on after steps
-    without drafts, are not in a trace, and left out.
+    A draft phase counts as the engine runs it: a pass over two tokens of every drafting row, then a pass over one token
+    per further draft token. Drafts that a policy discards, and tokens that the draft model reads after steps without
+    drafts, are not in a trace and do not count.
 
-    steps: a trace's. draft: None where drafting takes no model. Raises ValueError where there is no decode step.
+    steps: of a trace. draft: None for drafting without a model. Raises ValueError without a decode step.
     """
     decode = steps[steps.kind == "decode"].reset_index(drop=True)
     seconds = decode.drop_duplicates("step")[["draft_ms", "verify_ms", "other_ms"]].to_numpy().sum() / 1e3
     if not seconds > 0:
-        raise ValueError("there are no decode steps to count; trace='steps' or 'tokens' records them")
+        raise ValueError("there are no decode steps to count; use trace='steps' or 'tokens'")
     rows = pd.DataFrame({"step": decode.step, "pass": 0, "tokens": decode.drafted + 1, "cached": decode.kv_length - 1})
     verified, moved = _done(target, rows)
     emitted, _ = _done(target, rows.assign(tokens=decode.emitted))
@@ -198,16 +198,16 @@ def utilisation(steps: pd.DataFrame, target: StepWork, draft: StepWork | None, d
 
 
 def _draft_passes(decode: pd.DataFrame) -> pd.DataFrame:
-    """The passes of the draft phases, a line per pass and row: step, pass, tokens that are fed, positions cached."""
+    """Return a line per pass and row of the draft phases: step, pass, tokens (fed), cached (positions)."""
     rows = decode.loc[decode.index.repeat(decode.drafted)]
     index = rows.groupby(level=0).cumcount()
-    tokens = np.where(index == 0, 2, 1)  # the last two committed tokens, then the drafted ones
+    tokens = np.where(index == 0, 2, 1)  # the last two committed tokens, then one draft token per pass
     return pd.DataFrame({"step": rows.step, "pass": index, "tokens": tokens, "cached": rows.kv_length + index - tokens})
 
 
 def _done(work: StepWork, rows: pd.DataFrame) -> tuple[float, float]:
-    """Operations and bytes of passes that are given as in `_draft_passes`."""
-    keys = rows.cached + (rows.tokens + 1) / 2  # the first new token attends to one more than are cached, and so on
+    """Return the operations and bytes of passes in the format of `_draft_passes`."""
+    keys = rows.cached + (rows.tokens + 1) / 2  # new token i attends to cached + i keys
     passes = rows.groupby(["step", "pass"]).agg(
         batch=("tokens", "size"), tokens=("tokens", "mean"), cached=("cached", "mean")
     )
@@ -216,10 +216,10 @@ def _done(work: StepWork, rows: pd.DataFrame) -> tuple[float, float]:
 
 
 def copy_bandwidth(device: torch.device, copied: int | None = None, seconds: float = 0.5) -> float:
-    """Bytes read and written by a copy, per second.
+    """Return the bytes per second that a copy reads and writes.
 
-    copied: bytes of the tensor that is copied (None: 1 GB on CUDA, 64 MB elsewhere). On a CPU whose cache holds the
-        weights, copy as many bytes as they are: the roof then is the cache's.
+    copied: bytes of the copied tensor (None: 1 GB on CUDA, 64 MB elsewhere). If a CPU cache holds the model's weights,
+        copy as many bytes as the weights have, to measure the bandwidth of the cache.
     """
     source = torch.ones(copied or (2**30 if device.type == "cuda" else 2**26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -234,10 +234,10 @@ def measure_device(
     sides: Sequence[int] | None = None,
     seconds: float = 0.5,
 ) -> Device:
-    """The peaks of a device: `copy_bandwidth`, and the rate of square matrix products of 2 n³ operations.
+    """Measure the peaks of a device: `copy_bandwidth`, and the rate of square matrix products of 2 n³ operations.
 
-    sides: n of the products, the best counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: spent on
-        each measurement.
+    sides: sizes n, of which the fastest counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: per
+        measurement.
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Methods that decode the same prompts, timed: one after the other, or in turns, step by step."""
+"""Timed runs of methods on the same prompts: one after the other, or interleaved step by step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure.clocks import Clock, Elapsed
 
-Decode = KeptSession | Callable[..., list[Tensor]]  # this engine's methods, and those of transformers
-Timed = tuple[str, float, Clock, Trace | None]  # a method's name, seconds, clock; no trace of transformers' methods
+Decode = KeptSession | Callable[..., list[Tensor]]  # a method of this engine, or of transformers
+Timed = tuple[str, float, Clock, Trace | None]  # name, seconds, clock, and trace (None: transformers)
 
 
 @dataclass(frozen=True)
 class Method:
-    """k: draft length, None where the method drafts nothing or a policy decides. drafter: unless the pair's own."""
+    """A method to time. k: draft length; None for a policy or without drafts. drafter: None for the pair's drafter."""
 
     k: int | None
     open: Callable[[], AbstractContextManager[Decode]]
@@ -34,7 +34,7 @@ class Method:
 
 
 def texts(decode: Decode, ids: Sequence[Tensor], clock: Clock, **options: int) -> Generation | list[Tensor]:
-    """Decode these ids. options: max_new_tokens and seed."""
+    """Decode these token ids. options: max_new_tokens and seed."""
     if isinstance(decode, KeptSession):
         return decode(ids, on_step=clock.stepped, **options)
     return decode(ids, clock=clock, **options)
@@ -43,7 +43,7 @@ def texts(decode: Decode, ids: Sequence[Tensor], clock: Clock, **options: int) -
 def one_by_one(
     decodes: Mapping[str, Decode], ids: Sequence[Tensor], device: torch.device, **options
 ) -> Iterator[Timed]:
-    """Each method from its first token to its last. options: of `texts`."""
+    """Run and time each method as a whole. options: of `texts`."""
     for name, decode in decodes.items():
         clock = Clock()
         with Elapsed(device) as elapsed:
@@ -52,15 +52,13 @@ def one_by_one(
 
 
 def in_turns(decodes: Mapping[str, Decode], ids: Sequence[Tensor], device: torch.device, **options) -> Iterator[Timed]:
-    """All methods interleaved: the next step is always that of the method that has emitted the fewest tokens.
-
-    Thus all of them write the same part of a text at the same time. Raises ValueError for methods of transformers.
-    """
+    """Run and time all methods interleaved. The method with the fewest emitted tokens takes the next step, so all
+    methods decode the same part of a text at the same time. Raises ValueError for methods of transformers."""
     if peers := [name for name, decode in decodes.items() if not isinstance(decode, KeptSession)]:
-        raise ValueError(f"only this engine's methods (regular, single, batched) can take turns, not {peers}")
+        raise ValueError(f"take_turns needs methods of this engine (regular, single, batched); remove {peers}")
     names, seed = list(decodes), options["seed"]
-    names = names[seed % len(names) :] + names[: seed % len(names)]  # none is always the first
-    with ExitStack() as stack:  # leaves sessions, and how they switched the models, in the reverse of their order
+    names = names[seed % len(names) :] + names[: seed % len(names)]  # the first method changes with the seed
+    with ExitStack() as stack:  # sessions must undo their changes to the models in reverse order
         runs = {name: _Run(decodes[name], ids, stack, **options) for name in names}
         while going := [run for run in runs.values() if not run.session.idle]:
             min(going, key=lambda run: run.emitted).step()
@@ -69,10 +67,10 @@ def in_turns(decodes: Mapping[str, Decode], ids: Sequence[Tensor], device: torch
 
 
 class _Run:
-    """A run of `generate`, one step at a time, timed in its own steps alone."""
+    """A `generate` call that runs one step at a time. Only its own steps are timed."""
 
     def __init__(self, kept: KeptSession, ids: Sequence[Tensor], stack: ExitStack, *, seed: int, max_new_tokens: int):
-        """stack: keeps the session open."""
+        """stack: closes the session."""
         self.device, self.clock, self.seconds, self.emitted = kept.pair.device, Clock(), 0.0, 0
         with self._turn():
             if kept.session is not None:
@@ -85,7 +83,7 @@ class _Run:
             stack.enter_context(self.session.prepared())
 
     def step(self) -> None:
-        """Take a step. The last one fetches the results, too."""
+        """Take a step. The last step also fetches the results."""
         with self._turn():
             event = self.session.step()
             self.clock.stepped(event)
@@ -117,7 +115,8 @@ def transformers_generate(
     rows: Sequence[int] | None = None,
     **options,
 ) -> list[Tensor]:
-    """`transformers.generate` on the left-padded batch of 1-D id tensors, never stopping: the generated ids per row."""
+    """Return the generated ids per row of `transformers.generate` on the left-padded batch, without stopping at EOS.
+    ids: 1-D tensors of token ids."""
     width, rows = max(map(len, ids)), range(len(ids)) if rows is None else rows
     padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids]).to(pair.device)
     mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids]).long().to(pair.device)
@@ -141,9 +140,9 @@ def transformers_generate(
 
 
 def assisted(pair: ModelPair, ids: Sequence[Tensor], **options) -> list[Tensor]:
-    """Assisted generation row by row: it refuses more than one sequence. options: of `transformers_generate`."""
+    """Return assisted generation's ids, row by row, since it takes no batches. options: of `transformers_generate`."""
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns of how it calls the assistant itself
+    transformers_logging.set_verbosity_error()  # hides warnings about its own calls of the assistant
     try:
         options["assistant_model"] = pair.draft
         return [transformers_generate(pair, [row], rows=[i], **options)[0] for i, row in enumerate(ids)]

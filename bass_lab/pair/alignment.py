@@ -1,4 +1,4 @@
-"""Align a draft with its target live: a minute of what `training` does at length."""
+"""Align a draft model with its target in about a minute: a short version of the alignment in `training`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick, quick_
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 
-GENERATED = 8_000  # functions beside those of the library
-LENGTH, PROMPT = 256, 32  # tokens of a window, and of what the target continues
-BATCH = 8  # windows of a step
-SEEN = 3  # times that the draft sees a window, two where it has own texts, too; the target, slower, reads each once
-AT_ONCE = 24  # texts that a thread writes together
-TEMPERATURES = (1.0,)  # that the draft learns at; with 0.4, too, α gained less in more time
-LEARNING_RATE = 7e-3  # with 1e-2 it forgets more of other texts: α on mini fell by 0.22, not 0.14
+GENERATED = 8_000  # generated functions, next to the library's functions
+LENGTH, PROMPT = 256, 32  # tokens of a window, and of a prompt for the target
+BATCH = 8  # windows per step
+SEEN = 3  # passes of the draft over each window, two with own texts; the slower target reads a window once
+AT_ONCE = 24  # texts per batch of a thread
+TEMPERATURES = (1.0,)  # a second temperature of 0.4 gained less α in more time
+LEARNING_RATE = 7e-3  # 1e-2 forgets more: α on mini fell by 0.22 instead of 0.14
 
 
 def align(
@@ -34,21 +34,21 @@ def align(
     seed: int = 0,
     progress: Callable[[str, float], None] = lambda stage, share: None,
 ) -> ModelPair:
-    """The pair with a copy of its draft that has learned the target's probabilities (distillation: Hinton et al. 2015;
-    on the target's own texts: DistillSpec, Zhou et al. 2023).
+    """Return the pair with a copy of its draft, distilled from the target's probabilities (Hinton et al. 2015), also on
+    the target's own texts (DistillSpec, Zhou et al. 2023).
 
-    texts: what the draft learns on; elsewhere it may become worse. None: functions such as the embedded target was
-    trained on (not the modules of the prompt set "library"). The target continues `own_texts` of them, a third of the
-    windows.
-    tokens: of all windows learned from; hidden states of a third are kept in memory. progress(stage, share): "writing"
-    or "learning".
+    texts: training texts; on other texts the draft may become worse. None: functions like the embedded target's
+    training data, without the modules of the prompt set "library". The target continues `own_texts` of these texts, for
+    a third of the windows.
+    tokens: training tokens; a third of their hidden states is kept in memory. progress(stage, share): "writing" or
+    "learning".
 
-    Raises ValueError for a pair without a draft model or a tokenizer, one that reads sources, another vocabulary, no
-    tokens, no texts, and texts shorter than a window of 256 tokens together.
+    Raises ValueError for a pair without a draft model or tokenizer, an encoder-decoder pair, different vocabularies, no
+    tokens, no texts, and fewer than 256 tokens of text.
     """
     _check(pair, tokens, own_texts)
     if texts is not None and (isinstance(texts, str) or not len(texts)):
-        raise ValueError(f"texts must be a list of texts, one at least, got {texts!r:.40}")
+        raise ValueError(f"texts must be a non-empty list of texts, got {texts!r:.40}")
     if texts is None:
         texts = [*corpus.library_functions(), *corpus.generated_functions(GENERATED, seed)]
     windows = Windows(list(texts), pair.tokenizer)
@@ -89,12 +89,12 @@ def _check(pair: ModelPair, tokens: int, own_texts: int) -> None:
     if not isinstance(pair.draft, PreTrainedModel):
         raise ValueError(f"align needs a pair with a draft model to align, got {type(pair.drafter).__name__}")
     if pair.reads_sources:
-        raise ValueError("align goes over texts alone, and this pair's target reads sources")
+        raise ValueError("align needs a decoder-only target, and this pair's target is an encoder-decoder model")
     if pair.tokenizer is None:
-        raise ValueError("align needs a pair with a tokenizer, got none: ModelPair(target, draft, tokenizer)")
+        raise ValueError("align needs a pair with a tokenizer: write ModelPair(target, draft, tokenizer)")
     sizes = [model.config.get_text_config().vocab_size for model in (pair.draft, pair.target)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"draft has {sizes[0]} tokens and target {sizes[1]}: align needs one vocabulary")
+        raise ValueError(f"align needs one vocabulary, got {sizes[0]} draft ids and {sizes[1]} target ids")
     if tokens < 1 or own_texts < 0:
         raise ValueError(
             f"tokens must be positive and own_texts at least 0, got tokens={tokens}, own_texts={own_texts}"
@@ -108,9 +108,9 @@ def _own_texts(
     generator: torch.Generator,
     progress: Callable[[str, float], None],
 ) -> Tensor:
-    """Windows [count, LENGTH] that begin as given texts and go on as the target would, half of them nearly greedy."""
+    """Return windows [count, LENGTH]: beginnings of texts, continued by the target, half of them nearly greedily."""
     prompts = windows.take(count, PROMPT, generator).to(target.device)
-    halves = zip(prompts.chunk(2), (0.2, 1.0), strict=False)  # of one text there is no second half
+    halves = zip(prompts.chunk(2), (0.2, 1.0), strict=False)  # a single text has no second half
     parts = [(part, temperature) for half, temperature in halves for part in half.split(AT_ONCE) if len(part)]
 
     def write(part: tuple[Tensor, float], seed: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Measure the embedded models, and write the card that travels with them: `python -m bass_lab.pair.data_card`.
+"""Measure the embedded models and write their data card: `python -m bass_lab.pair.data_card`.
 
-Measures what `training.train_pair` wrote in float32 with fixed seeds, and copies the models that ship.
+Measures the results of `training.train_pair` in float32 with fixed seeds, and copies the models to the assets.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "data_card_template.md"
 SHIPPED = ("target", *training.DRAFTS, "feature_head", "unaligned_draft")
-STAGES = {"target": "target", "drafts": "drafts, before alignment"}  # of training, and their titles
+STAGES = {"target": "target", "drafts": "drafts, before alignment"}  # stages of training and their titles
 STAGES |= {"alignment": "alignment", "feature_head": "feature head"}
 DRAFT_LENGTH, TEMPERATURE, MAX_NEW_TOKENS, BATCH = 5, 0.2, 128, 32
 
 
 def measure(folder: Path, recipe: training.Recipe) -> dict:
-    """Return figures of the trained models in `folder`: pass@1 on the mini set, acceptance on both sets, losses in
-    nats."""
+    """Return figures of the models in `folder`: pass@1 on the mini set, acceptance on both sets, losses in nats."""
     pairs = {name: load_pair(folder / "target", folder / name, dtype="float32") for name in _drafters(recipe)}
     report = {
         name: {prompts: acceptance(pair, prompt_set(prompts)) for prompts in PROMPT_SETS}
@@ -60,7 +59,7 @@ def measure(folder: Path, recipe: training.Recipe) -> dict:
 
 
 def _drafters(recipe: training.Recipe) -> dict[str, str]:
-    """All that is measured, and its title."""
+    """Return all measured drafters and their titles."""
     titles = {}
     for name in recipe.drafts:
         titles |= {f"unaligned_{name}": f"{_title(name)}, before alignment", name: _title(name)}
@@ -72,13 +71,13 @@ def _title(name: str) -> str:
 
 
 def share_passed(problems: Sequence[Problem], completions: Sequence[str]) -> float:
-    """Share of the problems whose completion passes: pass@1 with one sample per problem."""
+    """Return the share of problems with a passing completion: pass@1 with a single sample per problem."""
     grades = grade_all(list(zip(problems, completions, strict=True)))
     return sum(grade.passed for grade in grades) / len(grades)
 
 
 def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
-    """α, acceptance rate and tokens per step at k 5, temperature 0.2, to the end of each text or 128 tokens."""
+    """Return α, acceptance rate and tokens per step at k = 5, temperature 0.2, to each text's end or 128 tokens."""
     out = continued(pair, prompts, TEMPERATURE)
     summary = out.trace.summary()
     ended = sum(reason == "eos" for reason in out.finish_reasons) / len(prompts)
@@ -88,21 +87,21 @@ def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
 
 
 def continued(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
-    """One text of each prompt, to its end or 128 tokens."""
+    """Generate a text for each prompt, to the text's end or 128 tokens."""
     options = {"max_new_tokens": MAX_NEW_TOKENS, "draft_length": DRAFT_LENGTH, "max_batch_size": BATCH}
     return generate(pair, prompts, temperature=temperature, **options)
 
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, windows: Windows) -> float:
-    """Next-token loss in nats on 64 windows of 256 tokens."""
+    """Return the next-token loss in nats on 64 windows of 256 tokens."""
     generator = torch.Generator().manual_seed(1)
     batches = (windows.take(8, 256, generator).to(model.device) for _ in range(8))
     return sum(next_token_loss(model, batch).item() for batch in batches) / 8
 
 
 def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
-    """The card's text, from what was measured (`measure`) and what training reported."""
+    """Return the card's text, from the results of `measure` and the report of the training."""
 
     def row(title: str, *values: object) -> str:
         return f"| {title} | " + " | ".join(map(written, values)) + " |"
@@ -150,14 +149,14 @@ def _shape(recipe: training.Recipe, name: str) -> str:
 
 
 def written(value: object) -> str:
-    """As tables have it."""
+    """Format a value for a table."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def measured(folder: Path, trained: dict) -> tuple[dict, str]:
-    """Return the figures of what training wrote, and the card."""
+    """Return the figures of the trained models, and the card."""
     recipe = training.Recipe(seed=trained["seed"])
     figures = measure(folder, recipe)
     return figures, data_card(figures, trained, recipe)
@@ -166,10 +165,10 @@ def measured(folder: Path, trained: dict) -> tuple[dict, str]:
 def publish(
     trained: Path, output: Path, names: Sequence[str], measured: Callable[[Path, dict], tuple[dict, str]], about: str
 ) -> None:
-    """Run a command that measures what training wrote in `trained`, and copies its models and a card to `output`."""
+    """Run a command that measures the models in `trained` and copies models and card to `output`."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--trained", type=Path, default=trained, help="what training wrote")
-    parser.add_argument("--output", type=Path, default=output, help="where models and card go")
+    parser.add_argument("--trained", type=Path, default=trained, help="folder with the results of the training")
+    parser.add_argument("--output", type=Path, default=output, help="folder for models and card")
     options = parser.parse_args()
     report = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
     figures, card = measured(options.trained, report)

@@ -1,9 +1,9 @@
-"""Train the embedded encoder-decoder pair from nothing, on two CPU cores, in half an hour: `make encoder-decoder-pair`.
+"""Train the embedded encoder-decoder pair from scratch on two CPU cores in half an hour: `make encoder-decoder-pair`.
 
-It reads the signature and the docstring of a function of the grammar and writes its body. The target's decoder is deep
-and the draft's has one layer, since a pass costs what its number of layers costs; the encoder runs once per source.
-Layers are Pegasus's, the fewest operations. Stages resume where they were cut off: the target, the draft, both from the
-corpus; texts of the target; the draft learns the target's probabilities on both.
+The pair reads the signature and docstring of a generated function and writes the body. The target's decoder is deep,
+and the draft's decoder has one layer, because the number of layers decides the cost of a pass. The encoder runs once
+per source. Pegasus layers have the fewest operations. Each stage resumes after an interruption: train target and draft
+on the corpus; let the target write texts; distill the draft from the target on both.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
 
 WORK = Path("build/encoder_decoder")
-UNUSED = -100  # a target's place behind its end: no loss
+UNUSED = -100  # label of padding: no loss
 
 
 def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]:
-    """2 × width in the feed-forward layers."""
     found = {"d_model": width, "encoder_layers": encoder, "decoder_layers": decoder}
     for part in ("encoder", "decoder"):
         found |= {f"{part}_attention_heads": heads, f"{part}_ffn_dim": 2 * width}
@@ -48,7 +47,7 @@ def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]
 
 @dataclass(frozen=True)
 class ReaderRecipe:
-    """What is trained, on what, for how long. The defaults are the embedded pair."""
+    """Model sizes, data and budgets. The defaults train the embedded pair."""
 
     seed: int = 0
     context: int = 256
@@ -62,23 +61,23 @@ class ReaderRecipe:
     target_lr: float = 2e-2
     draft_lr: float = 2e-2
     aligning_lr: float = 1e-2
-    aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the draft is used at low temperatures too
-    target_texts: int = 4096  # sources of which the target writes, for the draft to learn from
+    aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the draft is used at low temperatures, too
+    target_texts: int = 4096  # texts that the target writes for the alignment
     threads: int = 2
 
 
 class Pairs:
-    """Sources and what is to be written of them, in batches of texts that are about equally long."""
+    """Sources and texts, in batches of similar length."""
 
     def __init__(self, sources: list[list[int]], texts: list[list[int]], batch_tokens: int):
-        """Token ids; the texts with the end-of-text token."""
+        """sources, texts: token ids, with an end-of-text token after each text."""
         longest_first = sorted(range(len(texts)), key=lambda index: len(texts[index]) + len(sources[index]))
         self.sources = [torch.tensor(sources[index]) for index in longest_first]
         self.texts = [torch.tensor(texts[index]) for index in longest_first]
         self.batch_tokens = batch_tokens
 
     def batch(self, progress: float, generator: torch.Generator) -> Tensor:
-        """One batch as one tensor [B, 1 + S + T]: S, then sources (padded with 0), then texts (padded with UNUSED)."""
+        """Return a batch [B, 1 + S + T]: S, then sources (padded with 0), then texts (padded with UNUSED)."""
         middle = int(torch.randint(len(self.texts), (1,), generator=generator))
         count = self.batch_tokens // (len(self.texts[middle]) + len(self.sources[middle]))
         first = max(0, min(middle - count // 2, len(self.texts) - count))
@@ -89,22 +88,22 @@ class Pairs:
 
 
 def split(batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model is given of a batch, and what it is to write, [B, T]."""
+    """Return the model inputs and the labels [B, T] of a batch."""
     width = int(batch[0, 0])
     read, written = batch[:, 1 : 1 + width], batch[:, 1 + width :]
-    begun = F.pad(written[:, :-1].clamp(min=0), (1, 0))  # each token after those before it, the first after 0
+    begun = F.pad(written[:, :-1].clamp(min=0), (1, 0))  # shifted right, starting with id 0
     return {"input_ids": read, "attention_mask": (read != 0).long(), "decoder_input_ids": begun}, written
 
 
 def loss_of(model: PreTrainedModel, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token of the texts."""
+    """Return the mean cross-entropy in nats per text token."""
     given, written = split(batch)
     logits = model(**given, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), written.flatten(), ignore_index=UNUSED)
 
 
 def aligning_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Tensor, temperatures: tuple) -> Tensor:
-    """KL(target || draft) in nats per token, mean over the temperatures."""
+    """Return KL(target || draft) in nats per token, mean over the temperatures."""
     given, written = split(batch)
     with torch.no_grad():
         wanted = target(**given, use_cache=False).logits
@@ -113,7 +112,7 @@ def aligning_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Tensor
 
 
 def new_model(sizes: dict, context: int, tokenizer: PreTrainedTokenizerBase) -> PegasusForConditionalGeneration:
-    """A model of the tokenizer's vocabulary with random weights; its texts begin and end with id 0."""
+    """Return a model with random weights and the tokenizer's vocabulary. Its texts begin and end with id 0."""
     config = PegasusConfig(
         **sizes,
         vocab_size=len(tokenizer),
@@ -130,15 +129,15 @@ def new_model(sizes: dict, context: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def encoded(functions: list[grammar.Function], tokenizer: PreTrainedTokenizerBase) -> tuple[list, list]:
-    """Sources (signature and docstring, as the tokenizer writes them) and texts (the body and the end of the text)."""
+    """Return the token ids of sources (signature and docstring) and texts (body and end of text)."""
     sources = tokenizer([function.prompt for function in functions])["input_ids"]
     bodies = tokenizer([function.body for function in functions])["input_ids"]
     return sources, [[*body, tokenizer.eos_token_id] for body in bodies]
 
 
 def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
-    """Train target and draft, write them to `folder`/target and `folder`/draft; returns the figures. `work` keeps
-    stages."""
+    """Train target and draft, and write `folder`/target and `folder`/draft. Return the figures. `work` stores the state
+    of each stage."""
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     functions = grammar.functions(recipe.functions, recipe.seed, held_out=False)
@@ -165,7 +164,8 @@ def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
 def _own_texts(
     target: PreTrainedModel, functions: list, tokenizer: PreTrainedTokenizerBase, recipe: ReaderRecipe, work: Path
 ) -> Pairs:
-    """What the target writes of the first sources, kept in `work`/texts.pt: half nearly greedy, half as it is."""
+    """Return the target's texts for the first sources, from `work`/texts.pt if possible: half nearly greedy, half
+    sampled at temperature 1."""
     file = work / "texts.pt"
     sources, _ = encoded(functions[: recipe.target_texts], tokenizer)
     if not file.exists():
@@ -182,7 +182,7 @@ def _own_texts(
 
 @torch.no_grad()
 def _write(target: PreTrainedModel, temperature: float, sources: list[list[int]], seed: int) -> list[list[int]]:
-    """What the target writes of each source, up to 128 tokens, with the end of the text."""
+    """Let the target write a text of at most 128 tokens for each source, including the end of text."""
     read = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
     ids = {"eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 0}
     rows = target.generate(
@@ -195,13 +195,13 @@ def _write(target: PreTrainedModel, temperature: float, sources: list[list[int]]
 
 
 def _from_either(pairs: Pairs, own: Pairs, progress: float, generator: torch.Generator) -> Tensor:
-    """A batch of the corpus or, two times in three, of the target's own texts."""
+    """Return a batch of the corpus or, with probability 2/3, of the target's own texts."""
     return (pairs if torch.rand(1, generator=generator) < 1 / 3 else own).batch(progress, generator)
 
 
 @torch.no_grad()
 def held_out_losses(pair: ModelPair, functions: list[grammar.Function]) -> dict[str, float]:
-    """Next-token loss of target and draft on these functions, in nats."""
+    """Return the next-token loss of target and draft on these functions, in nats."""
     pairs = Pairs(*encoded(functions, pair.tokenizer), batch_tokens=4096)
     generator = torch.Generator().manual_seed(1)
     batches = [pairs.batch(0.0, generator).to(pair.device) for _ in range(8)]
@@ -215,7 +215,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=ReaderRecipe.seed)
     parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for the state of unfinished stages")
     options = parser.parse_args()
     report = train(ReaderRecipe(seed=options.seed), options.output, options.work)
     write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""What the embedded encoder-decoder pair can do, measured, and its card.
+"""Measure the embedded encoder-decoder pair and write its data card.
 
-`python -m bass_lab.pair.encoder_decoder_card` takes what `encoder_decoder.train` wrote, measures it in float32 with
-fixed seeds, and copies it to the assets.
+`python -m bass_lab.pair.encoder_decoder_card` measures the results of `encoder_decoder.train` in float32 with fixed
+seeds, and copies the models to the assets.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from bass_lab.pair.data_card import acceptance, continued, publish, share_passed
 from bass_lab.texts import grammar
 from bass_lab.texts.prompt_sets import prompt_set
 
-HELD_OUT = 1000  # functions, for the loss
+HELD_OUT = 1000  # functions for the loss
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "encoder_decoder_card_template.md"
 
 
 def measure(folder: Path) -> dict:
-    """Figures of the trained pair in `folder`: pass@1 and acceptance on the mini set, held-out losses."""
+    """Return figures of the pair in `folder`: pass@1 and acceptance on the mini set, held-out losses."""
     pair = load_pair(folder / "target", folder / "draft", dtype="float32")
     problems = load_problems()
     prompts = [problem.prompt for problem in problems]
@@ -35,7 +35,7 @@ def measure(folder: Path) -> dict:
 
 
 def card(figures: dict, trained: dict, recipe: encoder_decoder.ReaderRecipe) -> str:
-    """The card's text."""
+    """Return the card's text."""
 
     def table(*rows: tuple) -> str:
         return "\n".join(f"| {first} | " + " | ".join(map(written, values)) + " |" for first, *values in rows)
@@ -72,7 +72,7 @@ def card(figures: dict, trained: dict, recipe: encoder_decoder.ReaderRecipe) -> 
 
 
 def measured(folder: Path, trained: dict) -> tuple[dict, str]:
-    """Return the figures of what training wrote, and the card."""
+    """Return the figures of the trained models, and the card."""
     figures = measure(folder)
     return figures, card(figures, trained, encoder_decoder.ReaderRecipe(seed=trained["seed"]))
 

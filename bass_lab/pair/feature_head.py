@@ -1,8 +1,8 @@
-"""Train a feature head for a target: what `FeatureDrafter` drafts with.
+"""Train a feature head, the model of `FeatureDrafter`, for a target.
 
-Only the first token of a draft is predicted from the target's own hidden states. So training unrolls the head over all
-positions of a window ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the
-target's hidden states, each further step reads at j what the step before predicted at j - 1.
+Only the first draft token is predicted from the target's own hidden states. Training therefore unrolls the head over
+all positions of a window ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024). Step 1 reads the
+target's hidden states. At position j, each further step reads the prediction of the previous step at j - 1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from bass_core.drafters import FeatureHead, FeatureHeadConfig
 from bass_lab.pair.fitting import Teacher, divergence, quick_norms
 
-STEP_WEIGHTS = (1.0, 0.8, 0.64)  # of the steps; a later token is drafted in vain where an earlier one is wrong
+STEP_WEIGHTS = (1.0, 0.8, 0.64)  # loss weights: a later draft token counts only if all earlier ones are accepted
 
-KeysValues = tuple[Tensor, Tensor]  # of one step, each [B, KV heads, Q, D]
+KeysValues = tuple[Tensor, Tensor]  # keys and values of a step, each [B, KV heads, Q, D]
 
 
 def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
-    """A feature head of one layer with random weights, attached to this target. sizes: as in `FeatureHeadConfig`."""
+    """Return a one-layer feature head with random weights, attached to `target`. sizes: as in `FeatureHeadConfig`."""
     of = target.config.get_text_config()
     config = FeatureHeadConfig(
         **sizes,
@@ -42,8 +42,8 @@ def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
 
 
 def _attention(module, query, key, value, attention_mask, scaling, earlier: list[KeysValues], **kwargs):
-    """Attention of the next step: position j sees step 1 up to where it would have ended when this token is drafted,
-    then one key of each step. earlier: keys and values of the steps before; this one's are added."""
+    """Attention of the next step s. Position j sees the keys of step 1 up to j - (s - 1), then one key per later step.
+    earlier: keys and values of the previous steps; this step's are appended."""
     earlier.append((key, value))
     step, length = len(earlier), query.shape[2]
     groups = query.shape[1] // key.shape[1]
@@ -65,24 +65,24 @@ AttentionInterface.register("bass_unrolled", _attention)
 
 
 def _delayed(states: Tensor, by: int) -> Tensor:
-    """States [..., Q, D], each `by` positions later; zeros come first."""
+    """Shift states [..., Q, D] by `by` positions, with zeros at the start."""
     return F.pad(states, (0, 0, by, 0))[..., : states.shape[-2], :]
 
 
 def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]) -> Tensor:
-    """KL(target || head) in nats per token of windows [B, Q]: mean over temperatures, weighted sum over the steps."""
+    """Return KL(target || head) in nats per token of windows [B, Q]: mean over temperatures, weighted over steps."""
     features = teacher.states(windows)  # [B, Q, H]
     wanted = teacher.logits(features)  # [B, Q, V]
     total = torch.zeros((), device=windows.device)
     for step, (weight, logits) in enumerate(zip(STEP_WEIGHTS, unrolled(head, windows, features), strict=False)):
-        # the first positions have no token that was drafted so deep
+        # the first positions have no draft token of this depth
         total = total + weight * divergence(wanted[:, step:], logits[:, step:], temperatures)
     return total
 
 
 def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[Tensor]:
-    """Yield logits [B, Q, V] of one step after the other: of step s at position j as if the last s - 1 tokens had been
-    drafted and what comes before been read with the target's hidden states `features` [B, Q, H]."""
+    """Yield the logits [B, Q, V] of each step. At position j, step s treats the last s - 1 tokens as drafted, and reads
+    the earlier tokens with the target's hidden states `features` [B, Q, H]."""
     earlier: list[KeysValues] = []
     while True:
         features = head.states(windows, _delayed(features, 1), earlier=earlier, use_cache=False)
@@ -90,7 +90,7 @@ def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[T
 
 
 def save_head(head: FeatureHead, folder: Path) -> None:
-    """Write the head's own weights in bfloat16, and its configuration, for `load_pair(target, draft=folder)`."""
+    """Write the head's weights in bfloat16 and its config, for `load_pair(target, draft=folder)`."""
     plain = FeatureHead(head.config).to(torch.bfloat16)
     plain.load_state_dict(head.state_dict())
     plain.save_pretrained(folder)

@@ -1,13 +1,13 @@
-"""Pre-train the embedded pair from nothing, on two CPU cores, in two hours: `make embedded-pair`.
+"""Train the embedded pair from scratch on two CPU cores in two hours: `make embedded-pair`.
 
-A pass of models this small costs what its number of layers costs, so a draft of one wide layer is about ten times
-cheaper than the deep target. Two more drafts of equal size, deeper and narrower, show what that choice is worth, and a
-feature head drafts from the target's hidden states.
+For models this small, the number of layers decides the cost of a pass. A draft of one wide layer is therefore about ten
+times cheaper than the deep target. Two deeper, narrower drafts of equal size allow a comparison. A feature head drafts
+from the target's hidden states.
 
-Stages, each resumed where it was cut off: the tokenizer; target and drafts from the corpus; texts that the target
-writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015) on the
-corpus and on the target's own texts (DistillSpec, Zhou et al. 2023). The feature head learns from the target alone. The
-seed fixes data and order, and budgets count tokens: figures repeat on other machines, weights do not to the bit.
+Each stage resumes after an interruption: train the tokenizer; train target and drafts on the corpus; let the target
+write texts; *alignment*: distill the drafts from the target (Hinton et al. 2015) on the corpus and on the target's own
+texts (DistillSpec, Zhou et al. 2023). The feature head learns from the target alone. The seed fixes data and order, and
+budgets count tokens. Another machine reproduces the figures, but not the exact bits of the weights.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def _layer(heads: int, key_value_heads: int, intermediate: int) -> dict:
     return sizes | {"intermediate_size": intermediate}
 
 
-# Of equal size: what depth is worth.
-DRAFTS = {
+DRAFTS = {  # equal size, different depth
     "draft": _sizes(224, 1, 7, 7, 560),
     "middle_draft": _sizes(128, 3, 4, 4, 416),
     "deep_draft": _sizes(84, 8, 3, 3, 216),
@@ -66,15 +65,15 @@ DRAFTS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, on what, for how long. The defaults are the embedded pair."""
+    """Model sizes, data and budgets. The defaults train the embedded pair."""
 
     seed: int = 0
     vocab_size: int = 1024
     context: int = 1024
     generated: int = 150_000  # functions
-    generated_share: float = 0.65  # of the windows; the rest is library text
+    generated_share: float = 0.65  # share of the windows; the rest is library text
     batch_tokens: int = 4096
-    lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # from this part on, window length
+    lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # (from progress, window length)
     target: dict = field(default_factory=lambda: _sizes(192, 20, 6, 2, 512))
     drafts: dict[str, dict] = field(default_factory=lambda: dict(DRAFTS))
     feature_head: dict = field(default_factory=lambda: _layer(6, 6, 640))
@@ -86,14 +85,14 @@ class Recipe:
     draft_lr: float = 2e-2
     aligning_lr: float = 1e-2
     feature_lr: float = 2e-2
-    aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the drafts are used at low temperatures too
-    target_texts: int = 1536  # texts of the target's own that the drafts also learn from
-    text_tokens: int = 256  # in each of them
+    aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the drafts are used at low temperatures, too
+    target_texts: int = 1536  # texts that the target writes for the alignment
+    text_tokens: int = 256  # tokens per text
     threads: int = 2
 
     @property
     def data(self) -> tuple:
-        """What decides the windows and their order."""
+        """The fields that decide the windows and their order."""
         return self.seed, self.vocab_size, self.generated, self.generated_share, self.batch_tokens, self.lengths
 
     def __post_init__(self):
@@ -105,14 +104,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Data:
-    """The training corpus as token windows of two kinds."""
+    """The training corpus as token windows of generated and library functions."""
 
     generated: Windows
     library: Windows
     recipe: Recipe
 
     def batch(self, progress: float, generator: torch.Generator) -> Tensor:
-        """Windows [B, Q], B × Q = the recipe's batch_tokens; their length grows with `progress`."""
+        """Return windows [B, Q], with B × Q = batch_tokens. Q grows with `progress`."""
         length = next(length for begin, length in reversed(self.recipe.lengths) if progress >= begin)
         count = self.recipe.batch_tokens // length
         mine = int((torch.rand(count, generator=generator) < self.recipe.generated_share).sum())
@@ -122,10 +121,10 @@ class Data:
 
 
 def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
-    """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
+    """Train tokenizer, target, drafts and feature head, and write each to `folder`/name. Return the figures.
 
-    `work` keeps stages, from which a second call goes on. `folder`/unaligned_* are the drafts before alignment.
-    trained_target: a folder of the target and its tokenizer, for which the others are then trained.
+    `work` stores the state of each stage, and a second call resumes. `folder`/unaligned_* are the drafts before
+    alignment. trained_target: a folder with a trained target and its tokenizer; only the other models are trained.
     """
     torch.manual_seed(recipe.seed)
     work.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: 
 
 
 class _Training:
-    """The stages, each of which writes its models and reports its figures."""
+    """The training stages. Each stage writes its models and adds its figures to the report."""
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, work: Path):
         self.recipe, self.data, self.tokenizer, self.folder = data.recipe, data, tokenizer, folder
@@ -156,7 +155,7 @@ class _Training:
         self.fit = partial(fit, **options, folder=work)
 
     def target(self, trained: Path | None) -> PreTrainedModel:
-        """Trained, or loaded from this folder."""
+        """Return the target, trained or loaded from the folder `trained`."""
         recipe, target = self.recipe, self._new("target", self.recipe.target)
         if trained is not None:
             target.load_state_dict(LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict())
@@ -168,7 +167,7 @@ class _Training:
         return target
 
     def drafts(self) -> None:
-        """All drafts, from the corpus."""
+        """Train all drafts on the corpus."""
         recipe = self.recipe
         torch.manual_seed(recipe.seed)
         drafts = nn.ModuleDict({name: self._new(name, sizes) for name, sizes in recipe.drafts.items()})
@@ -182,7 +181,7 @@ class _Training:
             save(draft, self.tokenizer, self.folder / f"unaligned_{name}")
 
     def align(self, teacher: Teacher, taught: Batches) -> None:
-        """The drafts, from the target."""
+        """Distill the drafts from the target."""
         recipe = self.recipe
         drafts = nn.ModuleDict({name: self.models[name] for name in recipe.drafts})
 
@@ -213,7 +212,7 @@ class _Training:
 
 
 def _tokenizer(work: Path, recipe: Recipe, generated: list[str], library: list[str]) -> Path:
-    """Its folder in `work`."""
+    """Return the tokenizer's folder in `work`, trained if missing."""
     folder = work / "tokenizer"
     if not folder.exists():
         texts = [*generated[:20_000], *library[::2]]
@@ -222,7 +221,7 @@ def _tokenizer(work: Path, recipe: Recipe, generated: list[str], library: list[s
 
 
 def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32) -> Tensor:
-    """Windows that begin with corpus text and go on as the target would, kept in `work`/texts.pt: [texts, tokens]."""
+    """Return corpus beginnings continued by the target, from `work`/texts.pt if possible: [texts, tokens]."""
     file, recipe = work / "texts.pt", data.recipe
     if not file.exists():
         generator = torch.Generator().manual_seed(recipe.seed + 1)
@@ -230,10 +229,10 @@ def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32
         while sum(map(len, prompts)) < recipe.target_texts:
             prompts.append(data.batch(0.0, generator)[:, :prompt].to(target.device))
         half = torch.cat(prompts)[: recipe.target_texts].chunk(2)
-        target.set_attn_implementation("sdpa")  # ours is for whole windows
+        target.set_attn_implementation("sdpa")  # "bass_training" needs whole windows
         with workers(recipe.threads) as pool:
             parts = []
-            for prompts, temperature in zip(half, (0.2, 1.0), strict=True):  # nearly greedy, and as its distribution is
+            for prompts, temperature in zip(half, (0.2, 1.0), strict=True):  # half of the texts nearly greedy
                 write = partial(write_texts, target, length=recipe.text_tokens, temperature=temperature)
                 split = prompts.split(96)
                 parts += pool.map(
@@ -245,7 +244,7 @@ def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32
 
 
 def _with_own_texts(data: Data, own: Tensor, progress: float, generator: torch.Generator) -> Tensor:
-    """Corpus windows or, two times in three, the target's own texts."""
+    """Return corpus windows or, with probability 2/3, texts of the target."""
     if torch.rand(1, generator=generator) < 1 / 3:
         return data.batch(progress, generator)
     count = data.recipe.batch_tokens // own.shape[1]
@@ -253,13 +252,13 @@ def _with_own_texts(data: Data, own: Tensor, progress: float, generator: torch.G
 
 
 def size(model: PreTrainedModel) -> dict[str, float]:
-    """Parameters, and megabytes of them as they are written."""
+    """Return the number of parameters and the megabytes in bfloat16."""
     count = model.num_parameters()
     return {"parameters": count, "megabytes": round(2 * count / 1e6, 2)}
 
 
 def machine() -> str:
-    """What it was trained on."""
+    """Describe the training machine."""
     here = describe_environment()
     return f"{here['device']}, {here['cores']} cores, Python {here['python']}, torch {here['torch']}"
 
@@ -268,8 +267,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bass_lab.pair.training", description="Train the embedded pair.")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
-    parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
-    parser.add_argument("--target", type=Path, help="folder of a trained target; only what drafts for it is trained")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for the state of unfinished stages")
+    parser.add_argument("--target", type=Path, help="folder of a trained target; train only its drafters")
     options = parser.parse_args()
     report = train_pair(Recipe(seed=options.seed), options.output, options.work, options.target)
     write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")

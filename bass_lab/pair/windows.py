@@ -1,4 +1,4 @@
-"""From documents to what a model is trained on: a tokenizer, and windows of one long stream of tokens."""
+"""Train a tokenizer, and cut documents into training windows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024, context: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that gives any text back exactly and adds no special tokens.
+    """Train a byte-level BPE tokenizer that reproduces every text exactly and adds no special tokens.
 
-    `<|endoftext|>` is id 0: it ends a text and pads a batch; nothing begins one.
+    `<|endoftext|>` (id 0) ends a text and pads a batch. No token begins a text.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # A line's end is a token of its own: joined with the next line's indentation, as it would be, the end of a
-            # prompt would look like the end of a text, and the model would stop there.
+            # A newline is a separate token. Merged with the next line's indentation, newlines would be rare inside
+            # texts, and the newline at the end of a prompt would make the model stop.
             pre_tokenizers.Split("\n", "isolated"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -46,20 +46,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024, context: int =
 
 
 class Windows:
-    """Documents of one kind joined into one stream, each followed by the end-of-text token, cut at random places.
+    """Random windows of one stream of documents of one kind. The end-of-text token follows each document.
 
-    Half of the windows begin at the beginning of a document, because that is where a prompt begins.
+    Half of the windows start at the beginning of a document, as prompts do.
     """
 
     def __init__(self, documents: list[str], tokenizer: PreTrainedTokenizerBase):
-        # not verbose: some documents are longer than the model's context, which is no fault of a stream
+        # not verbose: no warning for documents longer than the context
         encoded = tokenizer(documents, verbose=False)["input_ids"]
         lengths = torch.tensor([len(ids) + 1 for ids in encoded])
         self.starts = lengths.cumsum(0) - lengths  # [documents]
         self.stream = torch.tensor([token for ids in encoded for token in (*ids, tokenizer.eos_token_id)])
 
     def take(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """`count` windows: [count, length]. Raises ValueError if the stream is shorter than a window."""
+        """Return windows [count, length]. Raises ValueError if the stream is shorter than a window."""
         last = len(self.stream) - length
         if last < 0:
             raise ValueError(f"a window of {length} tokens does not fit in a stream of {len(self.stream)}")

@@ -1,3 +1,3 @@
-"""One pair behind an OpenAI-compatible HTTP API, in one process: `bass serve`."""
+"""Serve a pair of models over an OpenAI-compatible HTTP API, in a single process: `bass serve`."""
 
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `serve`
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")  # packages of the extra `serve`

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole or in chunks; what is this server's own stands under the key `bass`."""
+"""Responses in OpenAI's format, whole or in chunks. Fields of this server are under the key `bass`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bass_core.detokenizer import FinalText
 from bass_lab.serve.driver import Ended
 from bass_lab.texts.pieces import bytes_of
 
-# OpenAI's clients accept no others than "stop" and "length" of a text; the engine's own reason stands beside it.
+# OpenAI's clients accept only "stop" and "length". The field `bass` has the engine's own reason.
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "budget": "length", "cancelled": "length"}
 
 
 @dataclass
 class _Row:
-    """A row whose text is sent as it becomes final. tokens, logprobs: those not sent; texts: of the first of them."""
+    """A streamed row. tokens, logprobs: not sent yet. texts: final texts of the first unsent tokens."""
 
     text: FinalText
     tokens: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _Row:
 
 
 class Answer:
-    """One request's answer. prompt_tokens: of all its prompts together."""
+    """The response to a request. prompt_tokens: total over all prompts."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Answer:
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, ended: Sequence[Ended]) -> dict[str, Any]:
-        """All rows, in order."""
+        """Return the whole response, with all rows in order."""
         choices = []
         for index, row in enumerate(ended):
             text, tokens = row.result.text, row.result.sequence.tolist()
@@ -64,7 +64,7 @@ class Answer:
         return self._object("") | {"choices": choices, **self._totals(ended)}
 
     def opening(self, index: int) -> dict[str, Any]:
-        """A chat's first chunk for a row."""
+        """Return the first chat chunk of a row."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._object(".chunk") | {"choices": [choice]}
@@ -72,7 +72,7 @@ class Answer:
     def chunk(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], ended: Ended | None
     ) -> dict[str, Any] | None:
-        """Return the chunk of a row that gained tokens: the text that became final, or the row's end. None: neither."""
+        """Return a row's next chunk after new tokens: newly final text, the row's end, or both. None: neither."""
         if index not in self._rows:
             self._rows[index] = _Row(self._final_text())
         row = self._rows[index]
@@ -90,11 +90,11 @@ class Answer:
         return self._object(".chunk") | {"choices": [{"index": index, **said, "logprobs": told, **end}]}
 
     def last(self, ended: Sequence[Ended]) -> dict[str, Any]:
-        """The chunk with the counts of all rows."""
+        """Return the last chunk, with the counts of all rows."""
         return self._object(".chunk") | {"choices": [], **self._totals(ended)}
 
     def usage(self, generated: int) -> dict[str, int]:
-        """The counts of all rows, which have so many tokens together."""
+        """Return the usage counts. generated: total tokens of all rows."""
         prompt = self._prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
@@ -111,7 +111,7 @@ class Answer:
     def _of_tokens(
         self, texts: Sequence[str], tokens: Sequence[int], logprobs: Sequence[float], offset: int = 0
     ) -> dict[str, Any]:
-        """The tokens that have a text, of those given. offset: characters of the row before them."""
+        """Return the log-probabilities of the tokens with a final text. offset: earlier characters of the row."""
         if self._chat:
             return {
                 "content": [
@@ -124,13 +124,13 @@ class Answer:
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
-        """A token's bytes, of which clients make characters that are split over tokens."""
+        """Return the bytes of a token, from which clients assemble characters split over tokens."""
         part = "\ufffd" in self._tokenizer.decode([token], skip_special_tokens=True)
         return bytes_of(token, self._tokenizer) if part else list(text.encode())
 
 
 def _counts(rows: Sequence[Ended]) -> dict[str, Any]:
-    """Return drafts, accepted ones, and tokens per decode step (None without one)."""
+    """Return draft tokens, accepted tokens, and tokens per decode step (None without a decode step)."""
     drafted, accepted, decoded, steps = (
         sum(getattr(row, name) for row in rows) for name in ("drafted", "accepted", "decoded", "steps")
     )

@@ -1,4 +1,4 @@
-"""The HTTP API: requests become jobs of the driver, and their updates become answers."""
+"""The HTTP API: turns requests into jobs of the driver, and updates of jobs into responses."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from bass_lab.serve.counts import Counts
 from bass_lab.serve.driver import Dead, Driver, Ended, Full, Job, Row
 from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, Gate, Refused
 
-LONGEST_TOKEN = 256  # characters; a text of more per place in the context is refused unread
+LONGEST_TOKEN = 256  # characters; a longer text per token of the context is refused before tokenizing
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 
 @dataclass
 class Service:
-    """What answers requests. name: the model's, as clients know it; deadline: seconds after which every row ends."""
+    """State shared by all requests. name: the model name for clients. deadline: seconds until every row ends."""
 
     pair: ModelPair
     name: str
@@ -49,9 +49,9 @@ class Service:
 
     def __post_init__(self):
         self.began = int(time.time())
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="bass reader")  # long prompts hold up no event loop
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="bass reader")  # tokenizing would block the loop
         self.counts.watch("bass_rows_running", "rows in the batch", lambda: min(self.gate.rows, self.gate.places))
-        self.counts.watch("bass_rows_waiting", "rows that wait for a place", lambda: self.gate.waiting)
+        self.counts.watch("bass_rows_waiting", "rows waiting for a batch slot", lambda: self.gate.waiting)
 
     @property
     def state(self) -> str:
@@ -60,27 +60,27 @@ class Service:
         return "draining" if self.gate.draining else "ok"
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refused for a model that is not the one served."""
+        """Raise Refused for any other model than the served model."""
         if name is not None and name != self.name:
-            said = f"model: {name[:100]!r} is not served here; {self.name!r} is"
+            said = f"model: {name[:100]!r} is not served here; use {self.name!r}"
             raise Refused(404, said, "model", "model_not_found")
 
     async def answer(self, body: Sampled, request: Request) -> Response:
-        """The answer to a request. Raises Refused."""
+        """Return the response to a request. Raises Refused."""
         arrived, chat = time.monotonic(), isinstance(body, ChatBody)
         self.check_model(body.model)
         prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
         count = len(prompts) * body.n
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
         if body.stream_options is not None and not body.stream:
-            raise Refused(400, "stream_options: it needs stream true", "stream_options")
+            raise Refused(400, "stream_options: this field needs stream=true", "stream_options")
         self.gate.enter(count)
         try:
             loop = asyncio.get_running_loop()
             ids, limits = await loop.run_in_executor(self._reader, self._read, body, prompts)
             seed = secrets.randbits(31) if body.seed is None else body.seed
             job = Job(self._rows(body, ids, limits, seed, arrived), body.stream, wants_logprobs)
-            self.driver.start(job)  # gives the places back as rows end
+            self.driver.start(job)  # from here on, the driver calls `leave` as rows end
         except Dead as error:
             self.gate.leave(count)
             raise Refused(500, str(error)) from error
@@ -94,16 +94,16 @@ class Service:
         return await self._whole(job, answer, request)
 
     def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int]]:
-        """Prompts as ids, and how many tokens may follow each. Runs in a thread of its own. Raises Refused."""
+        """Return the token ids and maximum new tokens of each prompt. Runs in a thread of its own. Raises Refused."""
         field = "messages" if isinstance(body, ChatBody) else "prompt"
         most = body.max_tokens
         if isinstance(body, ChatBody):
             if None not in (most, body.max_completion_tokens) and most != body.max_completion_tokens:
-                raise Refused(400, "max_tokens: it and max_completion_tokens differ; give one of them", "max_tokens")
+                raise Refused(400, "max_tokens: differs from max_completion_tokens; give only one", "max_tokens")
             most = body.max_completion_tokens if most is None else most
         places = min(self.pair.contexts.values(), default=None)
-        if places is not None and max(map(_characters, prompts)) > places * LONGEST_TOKEN:  # before minutes of reading
-            message = f"{field}: it is far longer than the context of {places} tokens"
+        if places is not None and max(map(_characters, prompts)) > places * LONGEST_TOKEN:  # saves minutes of reading
+            message = f"{field}: the text is far longer than the context of {places} tokens"
             raise Refused(400, message, field, "context_length_exceeded")
         try:
             options.stop_strings(body.stop or (), self.pair.tokenizer)
@@ -143,7 +143,7 @@ class Service:
         try:
             await asyncio.wait({gone, collected}, return_when=asyncio.FIRST_COMPLETED)
             if not collected.done():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has disconnected
             return JSONResponse(answer.whole(collected.result()))
         finally:
             self.driver.cancel(job)
@@ -160,18 +160,18 @@ class Service:
         return [ended[index] for index in range(len(job.rows))]
 
     def _check(self, update: Any) -> None:
-        """Raises Refused for an update that is the end of the whole request."""
+        """Raise Refused for an update that fails the whole request."""
         if isinstance(update, Dead):
             raise Refused(500, str(update))
         if isinstance(update, Full):
-            raise Refused(507, f"{_line(str(update))}. Ask for fewer tokens (max_tokens)", code="out_of_memory")
+            raise Refused(507, f"{_line(str(update))}. Request fewer tokens (max_tokens)", code="out_of_memory")
         if isinstance(update, Exception):
             raise Refused(400, _line(str(update)))
         if update.ended is not None and update.ended.result.finish_reason == "error":
             raise Refused(500, f"a model gave NaN or infinite logits for choice {update.index}", code="bad_logits")
 
     async def _chunks(self, job: Job, answer: Answer, chat: bool, told: StreamOptions) -> AsyncIterator[dict[str, Any]]:
-        """Chunks as rows gain text; an error is the last of them."""
+        """Yield chunks as rows gain text. An error is the last chunk."""
         begun: set[int] = set()
         ended: dict[int, Ended] = {}
         generated = 0
@@ -198,7 +198,7 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job's chunks; the job ends with the connection."""
+    """Server-sent events with a job's chunks. The job ends with the connection."""
 
     def __init__(self, driver: Driver, job: Job, chunks: AsyncIterator[dict[str, Any]]):
         async def events() -> AsyncIterator[str]:
@@ -217,7 +217,7 @@ class EventStream(StreamingResponse):
 
 
 class Entrance:
-    """Before everything else: who calls, how much they send, and what happens where code of ours fails."""
+    """Outermost middleware: checks the caller and the body, counts requests, and reports internal errors."""
 
     def __init__(self, app: ASGIApp, gate: Gate, counts: Counts):
         self.app, self.gate, self.counts = app, gate, counts
@@ -250,7 +250,7 @@ class Entrance:
                 if os.environ.get("BASS_DEBUG"):
                     traceback.print_exc()
                 if status is None:
-                    refused = Refused(500, "a fault in this server, which its log names")
+                    refused = Refused(500, "internal error; the server's log has the cause")
                     await _refusal(refused)(scope, receive, watching)
         finally:
             known = scope["path"] if scope["path"] in (*BODIES, "/v1/models", "/health", "/metrics") else "other"
@@ -258,28 +258,28 @@ class Entrance:
 
 
 def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the application. The driver has to run. Pages of the origins may call it from a browser."""
+    """Return the application. The driver must be running. allow_origins: sites whose pages may call it (CORS)."""
     about = {"title": "BASS", "description": "Batched speculative decoding of one pair of models"}
     app = FastAPI(**about, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
-    if allow_origins:  # outside Entrance: a preflight has no key
+    if allow_origins:  # outside Entrance, because a preflight request has no key
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=allow_origins, **allowed)
     app.state.service = service
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue prompts. OpenAI's fields, and top_k, min_p, repetition_penalty, timeout (seconds)."""
+        """Continue prompts. Extra fields: top_k, min_p, repetition_penalty, ignore_eos, timeout (seconds)."""
         return await service.answer(body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation, by the tokenizer's chat template."""
+        """Answer a conversation, formatted by the tokenizer's chat template."""
         return await service.answer(body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one that is served."""
+        """List the served model."""
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{name:path}")
@@ -289,14 +289,14 @@ def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while requests are taken, 503 when the server is draining or its engine is dead."""
+        """Return 200 while the server accepts requests, 503 while the server drains or if the engine is dead."""
         state, gate = service.state, service.gate
         told = {"status": state, "model": service.name, "rows": gate.rows, "waiting": gate.waiting}
         return JSONResponse(told, status_code=200 if state == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(service.counts.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.exception_handler(Refused)
@@ -309,7 +309,7 @@ def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        said = {404: "there is no such path", 405: f"{request.method} is not what this path takes"}
+        said = {404: "there is no such path", 405: f"the method {request.method} is not allowed for this path"}
         said[400] = "the body must be one JSON object in UTF-8"
         refused = Refused(error.status_code, said.get(error.status_code, str(error.detail)))
         refused.headers |= error.headers or {}
@@ -329,16 +329,16 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def _prompts(prompt: Any) -> list:
-    """One prompt, or several, as a list. Raises Refused where there is none."""
+    """Return the prompts as a list. Raises Refused if there is none."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt:
-        raise Refused(400, "prompt: it is empty; give at least one text or token", "prompt")
+        raise Refused(400, "prompt: the list is empty; give at least one text or token", "prompt")
     return prompt
 
 
 def _characters(prompt: str | list) -> int:
-    """Of a text or a conversation; token ids have none."""
+    """Return the number of characters of a text or conversation; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(message["content"]) for message in prompt if isinstance(message, dict))
@@ -350,14 +350,14 @@ def _line(text: str) -> str:
 
 
 def _check_kind(headers: Headers) -> None:
-    """JSON alone: pages of other sites may send other kinds to a server on this machine without asking."""
+    """Refuse bodies that are not JSON. A browser may send other content types to this server without a preflight."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, f"the body must be JSON: send Content-Type: application/json, not {kind[:50]!r}")
 
 
 async def _within_limit(receive: Receive) -> Receive:
-    """The whole body read. Raises Refused beyond the limit."""
+    """Read the whole body, and return a `receive` that replays the body. Raises Refused above the limits."""
     body = bytearray()
     while True:
         message = await receive()
@@ -379,11 +379,11 @@ async def _within_limit(receive: Receive) -> Receive:
 
 
 def _check_parts(body: bytes) -> None:
-    """Raise Refused for a body of too many parts. The event loop stands still while a body is parsed and validated."""
+    """Raise Refused for a body with too many parts, because parsing and validation block the event loop."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     parts, numbers = plain.count(b'"') // 2, 0
     if parts <= MOST_PARTS:
-        signs = b"".join(plain.split(b'"')[::2])  # without texts
+        signs = b"".join(plain.split(b'"')[::2])  # without strings
         parts, numbers = parts + signs.count(b"[") + signs.count(b"{"), signs.count(b",")
     if parts > MOST_PARTS or numbers > MOST_NUMBERS:
         few = f"send at most {MOST_PARTS} strings, lists and objects, and {MOST_NUMBERS} numbers"

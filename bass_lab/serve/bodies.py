@@ -1,8 +1,8 @@
-"""Requests, as OpenAI's API has them: every field is honoured or refused, none ignored.
+"""Request bodies of OpenAI's API. Every field is honoured or refused; no field is ignored.
 
-OpenAI's fields that the engine does not know are taken at the value that changes nothing. `timeout`, `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` are not OpenAI's. Null fields are absent. Validation
-stops at the first fault, so that its time is bounded.
+OpenAI fields without support in the engine are accepted only at their neutral value. `timeout`, `top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` are extensions. Null fields count as absent. Validation
+stops at the first error, which bounds its time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-TAGS = ("<str>", "<int>", "<list>")  # of the branches of unions; they stand in an error's location
+TAGS = ("<str>", "<int>", "<list>")  # tags of union branches, which pydantic adds to an error's location
 
 
 def _by(tag: Callable[[Any], str]) -> Discriminator:
@@ -45,7 +45,7 @@ Stops = Annotated[
 
 
 def neutral(about: str) -> Any:
-    return Field(None, description=f"{about}: the engine does not have this")
+    return Field(None, description=f"{about}: the engine does not support other values")
 
 
 class _Body(BaseModel):
@@ -65,27 +65,27 @@ class StreamOptions(_Body):
 
 
 class Sampled(_Body):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
-    model: str | None = Field(None, description="the served model's name, or none")
-    n: int | None = Field(1, ge=1, le=4096, description="a number of answers per prompt, from 1")
+    model: str | None = Field(None, description="the name of the served model, or null")
+    n: int | None = Field(1, ge=1, le=4096, description="an integer >= 1, the answers per prompt")
     temperature: float | None = Field(1.0, ge=0, le=100, description="a number from 0 (greedy) to 100")
     top_p: float | None = Field(1.0, gt=0, le=1, description="a number in (0, 1]")
-    top_k: int | None = Field(0, ge=0, lt=2**31, description="an integer from 0 (off)")
+    top_k: int | None = Field(0, ge=0, lt=2**31, description="an integer >= 0; 0 is off")
     min_p: float | None = Field(0.0, ge=0, le=1, description="a number in [0, 1]")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="a number from 0.01 to 100; 1 is off")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="an integer of 64 bits")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="a signed 64-bit integer")
     stop: Stops | None = Field(
-        None, description=f"a string or up to {MOST_STOPS} strings, none of them empty or longer than 1000"
+        None, description=f"a string or up to {MOST_STOPS} strings, each with 1 to 1000 characters"
     )
     ignore_eos: bool | None = Field(False, description="true or false")
     stream: bool | None = Field(False, description="true or false")
     stream_options: StreamOptions | None = Field(
-        None, description='{"include_usage": true}, and "continuous_usage_stats": true for counts in every chunk'
+        None, description='an object {"include_usage": true}; "continuous_usage_stats": true adds counts to every chunk'
     )
-    timeout: float | None = Field(None, gt=0, le=10**6, description="seconds after which rows end with what they have")
-    user: str | None = Field(None, description="a string, which changes nothing")
-    metadata: dict[str, str] | None = Field(None, description="strings by name, which change nothing")
+    timeout: float | None = Field(None, gt=0, le=10**6, description="seconds > 0 until rows end with a partial text")
+    user: str | None = Field(None, description="a string without effect")
+    metadata: dict[str, str] | None = Field(None, description="strings by name, without effect")
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("an empty object")
@@ -97,9 +97,9 @@ class CompletionBody(Sampled):
     prompt: Annotated[Text | Annotated[Prompts, Tag("<list>")], _by(_kind)] = Field(
         description="a text, a list of texts, token ids, or a list of lists of token ids"
     )
-    max_tokens: int | None = Field(16, ge=0, lt=2**31, description="an integer from 0")
+    max_tokens: int | None = Field(16, ge=0, lt=2**31, description="an integer >= 0")
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
-        None, description="0: those of the tokens chosen; the engine keeps no others"
+        None, description="0: log-probabilities of the chosen tokens; the engine keeps no alternatives"
     )
     echo: Literal[False] | None = neutral("false")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = neutral("1")
@@ -118,7 +118,7 @@ class Message(_Body):
 
     @property
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the format of chat templates."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
@@ -133,8 +133,8 @@ class ChatBody(Sampled):
     messages: Items[Message] = Field(
         min_length=1, description='a list of {"role": …, "content": …}, content a text or parts of type "text"'
     )
-    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer from 0; none: what the context holds")
-    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="the newer name of max_tokens")
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer >= 0; null: up to the context length")
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer >= 0; same as max_tokens")
     logprobs: bool | None = Field(None, description="true or false")
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = neutral("0")
     response_format: TextFormat | None = neutral('{"type": "text"}')
@@ -145,16 +145,16 @@ class ChatBody(Sampled):
 
 
 def complaint(body: type[BaseModel], errors: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """Return one line about the first error of a request, and the path of its field, such as messages.1.content."""
+    """Return a line about the first error of a request, and the path of the field, such as messages.1.content."""
     first = errors[0]
     where = [str(each) for each in first["loc"][1:] if each not in TAGS]
     if first["type"] == "json_invalid" or not where:
         return "the body must be one JSON object", None
     path = " ".join(".".join(where).split())[:100]
-    problems = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
+    problems = {"extra_forbidden": "this field is unknown", "missing": "this field is missing"}
     problem = problems.get(first["type"], " ".join(first["msg"].split())[:200])
     field = body.model_fields.get(where[0])
     takes = (
-        f"{where[0]} takes {field.description}" if field else f"The fields are {', '.join(sorted(body.model_fields))}"
+        f"{where[0]} must be {field.description}" if field else f"The fields are {', '.join(sorted(body.model_fields))}"
     )
     return f"{path}: {problem}. {takes}", path

@@ -1,4 +1,4 @@
-"""Connections that wait for a request: their time is limited, and so is their number."""
+"""Limits on the time and number of connections that wait for a request."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-ARRIVAL = {h11.IDLE: 5.0, h11.SEND_BODY: 60.0}  # seconds until a request's headers are complete, and its body
-QUEUED = 2048  # connections that the kernel queues
-SPARE = 1024  # connections beyond those of the rows
+ARRIVAL = {h11.IDLE: 5.0, h11.SEND_BODY: 60.0}  # time limits in seconds for a request's headers and body
+QUEUED = 2048  # connections in the kernel's queue
+SPARE = 1024  # connections in addition to one per row
 
 
 def limits(files: int, rows: int) -> tuple[int, int]:
-    """Return the maximum number of connections, and how many are accepted at once, for a limit of open files."""
+    """Return the maximum number of connections, and the number accepted at once, for a limit of open files."""
     return min(files // 2, rows + SPARE), max(1, min(files // 16, QUEUED))
 
 
 class Connection(H11Protocol):
     """A connection that closes when a request does not arrive in time.
 
-    `limit` is the maximum number of connections. Beyond it, a new connection closes the longest-waiting idle one.
+    `limit` is the maximum number of connections. Above the limit, a new connection closes the oldest idle connection.
     """
 
     def __init__(self, *arguments: Any, limit: int, **options: Any):
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         self._start_timer()
 
     def _start_timer(self) -> None:
-        """Start the timer of what the client sends next, unless it runs already."""
+        """Start the timer for the next part of a request, unless the timer is already running."""
         if self.conn.their_state is self._awaited:
             return
         self._awaited = self.conn.their_state
@@ -60,5 +60,5 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(ARRIVAL[self._awaited], self._close)
 
     def _close(self) -> None:
-        self.connections.discard(self)  # at once: the next connection counts the others
+        self.connections.discard(self)  # immediately, for the count at the next connection
         self.transport.abort()

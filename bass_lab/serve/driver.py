@@ -1,4 +1,4 @@
-"""The thread that drives the engine: it alone touches the `Session`, and nobody waits for a step of it."""
+"""The thread that drives the engine. Only this thread uses the `Session`, so a step never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from bass_lab.serve.counts import Counts
 
 
 class Dead(RuntimeError):
-    """The driver has ended, and decodes nothing any more."""
+    """The driver has ended."""
 
 
 class Full(RuntimeError):
-    """There is no memory for a request's rows."""
+    """Out of memory for a request's rows."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a request. own: arguments of `Session.submit`; ends: the time.monotonic() at which it ends."""
+    """A row of a request. own: arguments of `Session.submit`. ends: deadline on the clock of time.monotonic()."""
 
     prompt: Tensor
     own: dict[str, Any]
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Update:
-    """What happened to a row of a job: tokens gained, with log-probabilities where its job wants them, or its end."""
+    """Progress of a job's row: new tokens, their log-probabilities if the job requests these, and the row's end."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Ended:
-    """A row's end. steps: decode steps; waited, took: seconds until its first token (None: it has none) and its end."""
+    """A row's end. steps: decode steps. waited, took: seconds to the first token (None: no token) and to the end."""
 
     result: Result
     drafted: int
@@ -60,13 +60,13 @@ class Ended:
 
     @property
     def decoded(self) -> int:
-        """Tokens that decode steps emitted: all but the first, which is the prefill's."""
+        """Tokens from decode steps: all except the first, which the prefill emits."""
         return max(len(self.result.sequence) - 1, 0)
 
 
 @dataclass
 class _Live:
-    """A submitted row, as the driver follows it."""
+    """The driver's state of a submitted row."""
 
     handle: Request
     steps: int = 0
@@ -75,22 +75,22 @@ class _Live:
 
 
 class Job:
-    """The rows of one request. Its `updates`, on the event loop, are `Update`s, or an exception when it has failed."""
+    """The rows of a request. The event loop reads `updates`: `Update`s, or an exception if the job has failed."""
 
     def __init__(self, rows: Sequence[Row], streams: bool, logprobs: bool = False):
-        """streams: told of every token; logprobs: of its log-probability, too."""
+        """streams: send an update for every token. logprobs: include log-probabilities."""
         self.rows, self.streams, self.logprobs = rows, streams, logprobs
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self.began = time.monotonic()
-        self.live: list[_Live] = []  # the driver's
-        self.unfinished = len(rows)  # the event loop's
+        self.live: list[_Live] = []  # used by the driver's thread
+        self.unfinished = len(rows)  # used by the event loop
 
 
 class Driver:
-    """Steps a session in a thread of its own while there are rows, and sleeps while there are none.
+    """Steps a session in a thread of its own while there are rows, and sleeps otherwise.
 
-    The event loop calls all but `run`, and on_row_end is called there once per row of every started job, with its end
-    (None: its job failed). `over` is set when the thread has ended; `error` is why, if it was to go on.
+    The event loop calls all public methods. on_row_end is called in the event loop, once per row of every started job,
+    with the row's end (None: the job failed). `over` is set when the thread has ended, `error` after an exception.
     """
 
     def __init__(self, session: Session, counts: Counts, on_row_end: Callable[[Ended | None], None]):
@@ -99,39 +99,39 @@ class Driver:
         self.over = asyncio.Event()
         self._inbox: deque[tuple[str, Job | None]] = deque()
         self._wake = threading.Event()
-        self._jobs: list[Job] = []  # the thread's
-        self._started: set[Job] = set()  # the event loop's: not over
+        self._jobs: list[Job] = []  # used by the thread
+        self._started: set[Job] = set()  # unfinished jobs; used by the event loop
         self._thread = threading.Thread(target=self._run, name="bass driver", daemon=True)
 
     def begin(self) -> None:
-        """Start the thread; what it tells comes to the event loop that runs now."""
+        """Start the thread, which reports to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def start(self, job: Job) -> None:
         """Decode the rows of a job. Raises Dead if the thread has ended."""
         if self.error is not None or self.over.is_set():
-            raise Dead("the engine has stopped, and this server is about to end")
+            raise Dead("the engine has stopped, and this server is shutting down")
         self._started.add(job)
         self._put("start", job)
 
     def cancel(self, job: Job) -> None:
-        """End what has not ended of a job; nothing happens to one that is over."""
+        """End the unfinished rows of a job. Finished jobs are left alone."""
         if job in self._started:
             self._put("cancel", job)
 
     def cancel_all(self) -> None:
-        """End all rows with what they have."""
+        """End all rows with their partial texts."""
         for job in list(self._started):
             self.cancel(job)
 
     def end(self) -> None:
-        """Have the thread end, and its rows with it."""
+        """End the thread, and with the thread all rows."""
         self._put("end", None)
 
     @property
     def jobs(self) -> int:
-        """Jobs that are not over."""
+        """Number of unfinished jobs."""
         return len(self._started)
 
     def _put(self, what: str, job: Job | None) -> None:
@@ -159,12 +159,12 @@ class Driver:
                             continue
                         self.counts.step(event, time.monotonic() - began)
                         self._tell(event)
-        except BaseException as error:  # whatever it was: nobody else can tell the requests
+        except BaseException as error:  # of any kind: waiting requests must be failed in `_finish`
             self.error = error
         self._call(self._finish)
 
     def _without_the_largest(self, error: Exception) -> bool:
-        """Fail the request of the largest waiting row, where one found no memory. False: none waits."""
+        """Fail the request of the largest waiting row after an out-of-memory error. Return False if no row waits."""
         waiting = {
             row.handle.limit: job
             for job in self._jobs
@@ -181,7 +181,7 @@ class Driver:
         return True
 
     def _take(self) -> bool:
-        """Do what the event loop has asked for. False: end."""
+        """Process the event loop's commands. Return False for the command to end."""
         while self._inbox:
             what, job = self._inbox.popleft()
             if what == "end":
@@ -195,12 +195,12 @@ class Driver:
         return True
 
     def _submit(self, job: Job) -> None:
-        """Queue all rows of a job between two steps, so that samples of a prompt share its prefill."""
+        """Submit all rows of a job between two steps, so that samples of a prompt share a prefill."""
         try:
             for row in job.rows:
                 deadline = None if row.ends is None else max(0.0, row.ends - time.monotonic())
                 job.live.append(_Live(self.session.submit(row.prompt, **row.own, deadline=deadline)))
-        except (ValueError, TypeError) as error:  # this request's alone
+        except (ValueError, TypeError) as error:  # affects only this request
             for row in job.live:
                 self.session.cancel(row.handle)
             self._call(self._fail, job, error)
@@ -208,7 +208,7 @@ class Driver:
             self._jobs.append(job)
 
     def _tell(self, event: StepEvent | None) -> None:
-        """What a step, or a cancellation, did to the rows."""
+        """Send the rows' updates after a step or a cancellation."""
         new = {} if event is None else dict(zip(event.rows, event.new_tokens, strict=True))
         told: list[tuple[Job, Update]] = []
         for job in self._jobs:
@@ -223,12 +223,12 @@ class Driver:
         tokens = new.get(row.handle.row, [])
         if row.first is not None:
             row.steps += row.handle.row in new
-        elif tokens:  # of the prefill
+        elif tokens:  # from the prefill
             row.first = time.monotonic()
         row.ended = row.handle.finish_reason is not None
         if not row.ended and not (tokens and job.streams):
             return None
-        # Only where it is wanted: on a GPU it waits for the step that is under way.
+        # Fetched only if needed: on a GPU, `result` waits for the step in progress.
         result = self.session.result(row.handle) if row.ended or job.logprobs else None
         told, logprobs = tokens if job.streams else [], []
         if told and job.logprobs:
@@ -241,7 +241,7 @@ class Driver:
         return Ended(result, row.handle.drafted, row.handle.accepted, row.steps, waited, took)
 
     def _call(self, what: Callable, *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the event loop has been closed: nobody is there to be told
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(what, *arguments)
 
     # --- the event loop ---------------------------------------------------------------------------
@@ -266,5 +266,5 @@ class Driver:
 
     def _finish(self) -> None:
         for job in list(self._started):
-            self._fail(job, Dead("the engine has stopped, and this server is about to end"))
+            self._fail(job, Dead("the engine has stopped, and this server is shutting down"))
         self.over.set()

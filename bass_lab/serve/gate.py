@@ -1,4 +1,4 @@
-"""Who may come in: the key, the host, the size of a body, the queue's places, and nobody while the server drains."""
+"""Admission of requests: API key, Host header, body limits, queue limit, and draining."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MOST_BYTES = 8 * 2**20  # of a body
-MOST_PARTS = 2**14  # texts, lists and objects of a body
-MOST_NUMBERS = 2**20  # of a body, such as token ids
-LONGEST_WAIT = 60  # seconds that Retry-After names at most
+MOST_BYTES = 8 * 2**20  # maximum length of a body
+MOST_PARTS = 2**14  # maximum strings, lists and objects of a body
+MOST_NUMBERS = 2**20  # maximum numbers of a body, such as token ids
+LONGEST_WAIT = 60  # maximum seconds in Retry-After
 
 
 class Refused(Exception):
-    """A request that is answered with an error, in OpenAI's shape. status: HTTP's; field: which one is wrong."""
+    """An error response in OpenAI's format. status: of HTTP. field: the wrong field. retry: seconds in Retry-After."""
 
     def __init__(
         self, status: int, message: str, field: str | None = None, code: str | None = None, retry: int | None = None
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server on that address. Names other than localhost count as others."""
+    """Return True if only this machine can reach a server on the address. Of names, only localhost counts."""
     if host == "localhost":
         return True
     try:
@@ -44,24 +44,24 @@ def is_loopback(host: str) -> bool:
 
 
 class Gate:
-    """places: rows that are decoded at once; queue: rows that may wait for these."""
+    """places: number of batch slots. queue: maximum number of rows that wait for a batch slot."""
 
     def __init__(self, places: int, queue: int, api_key: str | None = None):
         self.places, self.queue, self._key = places, queue, api_key
-        self.rows = 0  # that came in and have not ended
+        self.rows = 0  # running and waiting rows
         self.draining = False
-        self._row_seconds = 1.0  # a moving mean of how long rows took
+        self._row_seconds = 1.0  # moving average of the duration of a row
 
     @property
     def waiting(self) -> int:
         return max(0, self.rows - self.places)
 
     def check_caller(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raises Refused for a wrong key and, where there is none, for a page of another site in a browser here."""
+        """Raise Refused for a wrong key or, without a key, for a foreign Host header, such as that of a web page."""
         if self._key is None:
             host = headers.get("host", "localhost")
             if not is_loopback(host.rpartition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]):
-                only = "without an API key this server answers to localhost, 127.0.0.1 and [::1] alone"
+                only = "a server without an API key accepts only localhost, 127.0.0.1 and [::1]"
                 raise Refused(403, f"the Host header names {host[:100]!r}; {only}")
         elif path != "/health":
             scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -72,24 +72,24 @@ class Gate:
                 )
 
     def enter(self, rows: int) -> None:
-        """Take places for rows. Raises Refused where they do not fit now, or never."""
+        """Admit the rows of a request. Raises Refused if batch and queue are full, or too small for the request."""
         if self.draining:
-            raise Refused(503, "this server is shutting down and takes no new requests", retry=LONGEST_WAIT)
+            raise Refused(503, "this server is shutting down and accepts no new requests", retry=LONGEST_WAIT)
         if rows > self.places + self.queue:
             raise Refused(
                 400,
-                f"n: the request asks for {rows} rows (prompts times n), and this server holds at most "
-                f"{self.places + self.queue} ({self.places} decoded at once, {self.queue} waiting)",
+                f"n: the request has {rows} rows (prompts times n), and this server holds at most "
+                f"{self.places + self.queue} ({self.places} batch slots, {self.queue} waiting rows)",
                 field="n",
             )
         if self.rows + rows > self.places + self.queue:
             wait = math.ceil(self._row_seconds * max(1, self.waiting) / self.places)
-            full = f"the queue is full: {self.rows} rows are decoded or waiting, and this request has {rows}"
+            full = f"the queue is full: {self.rows} rows are running or waiting, and this request has {rows}"
             raise Refused(429, full, code="queue_full", retry=min(max(wait, 1), LONGEST_WAIT))
         self.rows += rows
 
     def leave(self, rows: int = 1, seconds: float | None = None) -> None:
-        """Give places back. seconds: how long the row took."""
+        """Remove ended rows. seconds: duration of the row."""
         self.rows -= rows
         if seconds is not None:
             self._row_seconds += 0.1 * (seconds - self._row_seconds)

@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn around the API, an orderly end."""
+"""The server process: a socket, uvicorn with the API, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ try:
 except ImportError:  # Windows
     resource = None
 
-LAST_WORDS = 2.0  # seconds in which a server without an engine still says so
-GOODBYE = 5  # seconds for connections to end once their rows have
+LAST_WORDS = 2.0  # seconds in which a server with a dead engine still sends error responses
+GOODBYE = 5  # seconds for connections to close after their rows have ended
 
 
 @dataclass(frozen=True)
 class Settings:
-    """queue: rows that may wait beyond the batch's; deadline, drain: seconds for every row, and for running rows after
-    SIGTERM; allow_origins: sites whose pages may call; session: further options of `Session`."""
+    """queue: maximum number of rows that wait for a batch slot. deadline: seconds per row. drain: seconds for running
+    rows after SIGTERM. allow_origins: sites whose pages may call (CORS). session: further options of `Session`."""
 
     name: str
     max_batch_size: int = 8
@@ -48,11 +48,11 @@ class Settings:
 
 
 def bound(host: str, port: int, api_key: str | None) -> socket.socket:
-    """Return a bound socket. Raises ValueError for an address beyond this machine without a key, or not to be had."""
+    """Return a bound socket. Raises ValueError for a public address without a key, or an unavailable address."""
     if not is_loopback(host) and api_key is None:
         raise ValueError(
-            f"--host {host} can be reached from other machines: set an API key (--api-key, or better the environment "
-            "variable BASS_API_KEY)"
+            f"--host {host} can be reached from other machines; set an API key with the environment variable "
+            "BASS_API_KEY, or with --api-key, which other users of this machine can see"
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -62,19 +62,19 @@ def bound(host: str, port: int, api_key: str | None) -> socket.socket:
         found.listen()
     except OSError as error:
         raise ValueError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; --port 0 takes a free one"
+            f"cannot listen at {host} port {port}: {error.strerror or error}; --port 0 selects a free port"
         ) from error
     return found
 
 
 def _open_files() -> int:
-    """Return how many files this process may have open."""
+    """Return the limit of open files of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else 1024
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which drains: after SIGTERM or SIGINT it answers 503 until running requests have ended; a second
-    signal ends these at once. `failed`: the engine died. say: called with model, address and docs when it listens."""
+    """uvicorn's server with draining: after SIGTERM or SIGINT, new requests get 503 until the running requests end; a
+    second signal ends these at once. `failed`: the engine died. say: receives model, address and docs at startup."""
 
     def __init__(self, pair: ModelPair, settings: Settings, say: Callable[[dict[str, str]], None]):
         self.settings, self._say, self.failed = settings, say, False
@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         self.driver.begin()
         self._watch = asyncio.ensure_future(self._watched())
         await super().startup(sockets)
-        sockets[0].listen(connections.QUEUED)  # asyncio queues no more than it accepts at once
+        sockets[0].listen(connections.QUEUED)  # asyncio sets the queue's length to the number accepted at once
         host, port = sockets[0].getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         where = {"model": self.settings.name, "address": f"{self.address}/v1", "docs": f"{self.address}/docs"}
@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self.driver.over.wait(), GOODBYE)
 
     async def _watched(self) -> None:
-        """An engine that has died ends the server, after what there is to be said."""
+        """Shut down the server after the engine has died and pending requests had time to receive errors."""
         await self.driver.over.wait()
         error = self.driver.error
         self.failed = True
@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def drain(self) -> None:
-        """Take no new requests; end when the running ones have, or their time is up, or this is called again."""
+        """Accept no new requests. End when running requests have ended, after `drain` seconds, or at a second call."""
         if self.gate.draining:
             self.driver.cancel_all()
         else:

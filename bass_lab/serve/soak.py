@@ -1,8 +1,8 @@
-"""A server under load for a long time: python -m bass_lab.serve.soak --seconds 600 --load 0.8 (needs httpx).
+"""Soak test of a server: python -m bass_lab.serve.soak --seconds 600 --load 0.8 (needs httpx).
 
-Sends greedy requests to `bass serve` at random times, at a share of what it can do; some clients go away. Checks that
-every answer is right, none is lost, the queue stays bounded, and memory is flat within 1% after the first third. The
-last line is one JSON document; exit code 1: a check failed.
+Sends greedy requests to `bass serve` at random times, at a share of the measured capacity. Some clients disconnect
+early. Checks that every answer is correct, no answer is lost, the queue stays bounded, and memory grows by less than 1%
+after the first third. The last line is a JSON document. Exit code 1: a check failed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy as np
 from bass_lab.texts.prompt_sets import prompt_set
 
 PLACES, QUEUE, NEW = 8, 32, 48
-VANISHING = 0.15  # of the clients
-FLAT = 0.01  # of the memory after the first third
+VANISHING = 0.15  # share of clients that disconnect early
+FLAT = 0.01  # permitted relative change of memory after the first third
 
 
 @dataclass
 class Log:
-    """What became of requests: outcomes by name, seconds of those answered, memory (seconds, bytes), rows."""
+    """Measurements: requests by outcome, seconds of answered requests, memory (seconds, pages), maximum rows."""
 
     outcomes: Counter = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ async def ask(client: httpx.AsyncClient, prompt: str) -> httpx.Response:
 
 
 async def request(client: httpx.AsyncClient, prompt: str, text: str, leaves: float | None, log: Log) -> None:
-    """One client. leaves: seconds after which it goes away; None: it stays."""
+    """Send a request and log the outcome. leaves: seconds until the client disconnects (None: never)."""
     began = time.monotonic()
     try:
         answer = await asyncio.wait_for(ask(client, prompt), leaves)
@@ -71,7 +71,7 @@ async def watch(client: httpx.AsyncClient, process: int, began: float, log: Log)
 
 
 async def capacity(client: httpx.AsyncClient, prompts: list[str], seconds: float) -> float:
-    """Requests per second with all places taken."""
+    """Return the requests per second with all batch slots occupied."""
     done, ends = 0, time.monotonic() + seconds
 
     async def work(number: int) -> None:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.8, help="share of the measured capacity")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: told to stop"))  # and with it the server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: stopped by SIGTERM"))  # ends the server, too
     command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json"]
     command += ["--max-batch-size", str(PLACES), "--queue", str(QUEUE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

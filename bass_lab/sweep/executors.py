@@ -1,6 +1,6 @@
-"""Where the runs of a sweep take place: processes of this machine, or the workers of a Ray cluster.
+"""Executors for the runs of a sweep: processes on this machine, or workers of a Ray cluster.
 
-Both take `jobs` runs at a time and kill what still runs when they are left; `planning.run` decides all else.
+Both execute `jobs` runs at a time, and kill unfinished runs on exit. `planning.run` does the rest.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from bass_lab.sweep import run_process
 from bass_lab.sweep.run_process import Remains, RunProcess
 
-QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` says what became of each run
+QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` reports each run
 
 
 class LocalExecutor:
-    """Processes of this machine. jobs: at once. gpus: of each run (0: it sees all). Raises ValueError for too many
-    GPUs."""
+    """Processes on this machine. jobs: runs at a time. gpus: per run (0: each run sees all GPUs). Raises ValueError for
+    more GPUs than visible."""
 
     def __init__(self, jobs: int = 1, gpus: int = 0):
         visible = _visible_gpus() if gpus else []
         if jobs * gpus > len(visible):
             raise ValueError(
                 f"{jobs} runs at a time with {gpus} GPU(s) each need {jobs * gpus}, and there are "
-                f"{len(visible)} here; give fewer --jobs or --gpus-per-run"
+                f"{len(visible)} here; lower --jobs or --gpus-per-run"
             )
         self.jobs = jobs
         self._gpus = [",".join(visible[job * gpus : (job + 1) * gpus]) for job in range(jobs)]
@@ -51,7 +51,7 @@ class LocalExecutor:
 
 
 def _visible_gpus() -> list[str]:
-    """The names by which CUDA_VISIBLE_DEVICES calls the GPUs that this process may use."""
+    """Return the names of this process's GPUs for CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -60,21 +60,21 @@ def _visible_gpus() -> list[str]:
 
 
 class RayExecutor:
-    """Tasks of Ray, each of which starts a run as the local executor does and sends its files back.
+    """Tasks of Ray. Each task starts a run like the local executor and sends back the run's files.
 
-    address: of a running cluster; None starts one on this machine, closed to others, for the time of the sweep. A token
-    protects it: a new one here, the caller's (RAY_AUTH_TOKEN or Ray's file) for an address beyond this machine. A
-    cluster's machines need this package in this version, and the notebook under the same path.
+    address: of a running cluster. None starts a private cluster on this machine for the duration of the sweep. A token
+    protects the cluster: a new token for a private cluster, the caller's (RAY_AUTH_TOKEN or Ray's file) for an address
+    beyond this machine. All machines need the same version of this package, and the notebook under the same path.
 
-    Raises ValueError without Ray or a token, where Ray was imported before, and where no machine has the GPUs of a run.
+    Raises ValueError without Ray or a token, if Ray was imported before, or if no machine has enough GPUs for a run.
     """
 
     def __init__(self, jobs: int = 1, gpus: int = 0, address: str | None = None):
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as locally: no GPU asked for, all seen
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # 0 GPUs: all are visible, as locally
         _ask_for_a_token(address)
         try:
-            import ray  # which reads the variables, so they are set by now
+            import ray  # reads the variables at import
         except ImportError:
             raise ValueError("--executor ray needs Ray: pip install '.[sweep]' in the checkout") from None
         self._ray, self.jobs, self._gpus, self._remains = ray, jobs, gpus, None
@@ -83,12 +83,12 @@ class RayExecutor:
             self._begin_own()
         else:
             self._connect(address)
-        ray.cloudpickle.register_pickle_by_value(run_process)  # a worker does not import this package, or torch
+        ray.cloudpickle.register_pickle_by_value(run_process)  # workers then import neither this package nor torch
         attempt = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)  # planning.run counts attempts
         self._complete = attempt(run_process.complete)
 
     def _begin_own(self) -> None:
-        """A cluster of this machine alone, known to the cleaner by the folder in which all of Ray's files lie."""
+        """Start a cluster on this machine. The cleaner finds its processes by the folder of Ray's files."""
         here = _visible_gpus() if self._gpus else []
         self._check_gpus([len(here)])
         self._remains, before = Remains(), os.environ.get("RAY_TMPDIR")
@@ -100,16 +100,16 @@ class RayExecutor:
             os.environ |= {} if before is None else {"RAY_TMPDIR": before}
         if not self._ray.util.get_node_ip_address().startswith("127."):
             self.__exit__()
-            raise ValueError("Ray was imported before and listens to other machines: start the sweep in a new process")
+            raise ValueError("Ray was imported before and listens to other machines; start the sweep in a new process")
 
     def _connect(self, address: str) -> None:
         host, colon, port = address.split("://")[-1].rpartition(":")
         try:
-            if colon:  # Ray itself would try for minutes
+            if colon:  # fails sooner than Ray, which retries for minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             self._ray.init(address, **QUIET)
-        except Exception as error:  # of several kinds, also where the token is missing or wrong
-            asked = "Is it running, and is its token in RAY_AUTH_TOKEN, or in Ray's own file?"
+        except Exception as error:  # many types, including those for a missing or wrong token
+            asked = "Check that the cluster is running, and that RAY_AUTH_TOKEN or Ray's token file has its token"
             raise ValueError(f"cannot use the Ray cluster at {address} ({error}). {asked}") from None
         try:
             self._check_gpus([node["Resources"].get("GPU", 0) for node in self._ray.nodes() if node["Alive"]])
@@ -120,12 +120,12 @@ class RayExecutor:
     def _check_gpus(self, machines: list[float]) -> None:
         if self._gpus > max(machines, default=0):
             raise ValueError(
-                f"a run asks for {self._gpus} GPU(s), and no machine of the Ray cluster has more than "
-                f"{max(machines, default=0):.0f}: it would wait for ever. Give a smaller --gpus-per-run"
+                f"a run needs {self._gpus} GPU(s), and no machine of the Ray cluster has more than "
+                f"{max(machines, default=0):.0f}; lower --gpus-per-run"
             )
 
     def start(self, job: dict, folder: Path) -> RayRun:
-        job["environment"] |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}  # Ray would make it 1
+        job["environment"] |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}  # Ray's default is 1
         job |= {"place": self._remains and self._remains.folder}
         self._runs.append(RayRun(self._ray, self._complete.remote(job), folder))
         return self._runs[-1]
@@ -142,7 +142,7 @@ class RayExecutor:
 
 
 class RayRun:
-    """A run that a worker of Ray does; `outcome()` is None until it has ended, and `folder` gets its files."""
+    """A run on a Ray worker. `outcome()` is None until the run has ended. `folder` receives the run's files."""
 
     def __init__(self, ray: Any, reference: Any, folder: Path):
         self._ray, self._reference, self.folder = ray, reference, folder
@@ -151,10 +151,10 @@ class RayRun:
         ended, _ = self._ray.wait([self._reference], timeout=0)
         if not ended:
             return None
-        self._reference = None  # Ray keeps what a reference stands for
+        self._reference = None  # lets Ray free the result
         try:
             outcome, files = self._ray.get(ended[0])
-        except self._ray.exceptions.RayError as error:  # its worker or its machine died
+        except self._ray.exceptions.RayError as error:  # the worker or machine died
             return {"status": run_process.DIED, "error": str(error).splitlines()[0], "details": "", "seconds": 0.0}
         for name, content in files.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -167,16 +167,16 @@ class RayRun:
 
 
 def _ask_for_a_token(address: str | None) -> None:
-    """Set what makes Ray do so. Raises ValueError if it is switched off for a cluster beyond this machine."""
+    """Set Ray's variables for token authentication. Raises ValueError if it is off for a cluster on other machines."""
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on any system: it listens on 127.0.0.1 alone
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen only on 127.0.0.1, on any system
         return
     host = address.split("://")[-1].rsplit(":", 1)[0]
     here = host in ("127.0.0.1", "localhost", "[::1]", "auto")
     if not here and os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         raise ValueError(
-            f"a cluster at {address} must ask for a token, or anybody who reaches it runs code there: start it with "
-            "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes one), and set the same here"
+            f"a cluster at {address} must ask for a token, because otherwise anyone can run code there; start the "
+            "cluster with RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes a token), and set the same here"
         )

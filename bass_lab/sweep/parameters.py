@@ -1,7 +1,7 @@
-"""The parameters of a notebook: which there are, what each may be, and an error that says so for all others.
+"""Parameters of a notebook: declarations, rules and validation.
 
-A notebook declares them in its cell tagged `parameters`, as annotated literals (`batch_size: int = 8`). Rules come from
-`COMMON_RULES` and from the notebook's own call of `check_parameters`, which `bass sweep` reads without running it.
+A notebook declares parameters in the cell tagged `parameters`, as annotated literals (`batch_size: int = 8`). Rules are
+`COMMON_RULES` and the arguments of the notebook's `check_parameters` call, which `bass sweep` parses but does not run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bass_core.exactness.verification import RULES as VERIFICATIONS
 from bass_lab.sweep.store import AUTO
 from bass_lab.texts.prompt_sets import NAMES
 
-Rule = str | Sequence  # "> 0" or ">= 1", or the values themselves, as patterns where one has a "*"
+Rule = str | Sequence  # a bound ("> 0", ">= 1"), or the permitted values; a value with "*" is a pattern
 
-COMMON_RULES: dict[str, Rule] = {  # of names that mean the same in every notebook
+COMMON_RULES: dict[str, Rule] = {  # for names with the same meaning in every notebook
     **dict.fromkeys(("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count"), ">= 1"),
     "draft_length": ">= 0",
     "dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -37,12 +37,12 @@ COMMON_RULES: dict[str, Rule] = {  # of names that mean the same in every notebo
 COMPARISONS = {">": operator.gt, ">=": operator.ge}
 KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": NoneType}
 WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping"}
-INJECTED = "# Parameters"  # how papermill's own cell begins
+INJECTED = "# Parameters"  # first line of the cell that papermill inserts
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """kinds: types of its annotation; elements: of a list's elements (none: any). rule: what else each value obeys."""
+    """kinds: types in the annotation. elements: types of a list's elements (empty: any). rule: further constraint."""
 
     name: str
     kinds: tuple[type, ...]
@@ -52,7 +52,7 @@ class Parameter:
 
     @property
     def accepted(self) -> str:
-        """What a value may be, in words."""
+        """Description of the permitted values."""
         words = [WORDS[kind] for kind in self.kinds if kind is not NoneType]
         if isinstance(self.rule, str):
             words[-1] += f" {self.rule}"
@@ -63,7 +63,7 @@ class Parameter:
         return " or ".join(words + [AUTO] * (NoneType in self.kinds))
 
     def check(self, value: Any) -> Any:
-        """The value; an integer becomes a float where that is what it stands for, "auto" None. Raises ValueError."""
+        """Return the value; "auto" becomes None, and integers become floats for the type float. Raises ValueError."""
         if value == AUTO and NoneType in self.kinds:
             return None
         if type(value) is int and int not in self.kinds and float in self.kinds:
@@ -83,7 +83,7 @@ class Parameter:
         return values
 
     def parse(self, text: str) -> Any:
-        """The value that a text on a command line or in a table stands for. Raises ValueError."""
+        """Return the value of a text from a command line or a table. Raises ValueError."""
         for value in _readings(text.strip()):
             if type(value) in self.kinds:
                 return self.check(value)
@@ -92,20 +92,19 @@ class Parameter:
 
 
 def check_parameters(**rules: Rule) -> None:
-    """In a notebook, after its parameters: stop if papermill set an unknown name, or a value is wrong. The text "auto"
-    becomes None where None is allowed.
+    """Check the parameters of a notebook, after the parameters cell. "auto" becomes None where None is permitted.
 
-    rules: in place of `COMMON_RULES`, the values themselves (a list or a range) or a bound such as "> 0", as literals.
-    Raises ValueError that lists the valid names, or says what the value may be.
+    rules: replace `COMMON_RULES`. Each rule is a literal: the permitted values (a list or range), or a bound such as
+    "> 0". Raises ValueError for a wrong value, and for an unknown name set by papermill, listing the valid names.
     """
     names = inspect.currentframe().f_back.f_globals
-    cells = [cell for cell in reversed(names.get("In", ())) if cell]  # what this kernel has run, the last one first
-    if not cells:  # a script made from a notebook, or nbval, which keeps no history: nobody sets parameters there
+    cells = [cell for cell in reversed(names.get("In", ())) if cell]  # cells that this kernel has run, newest first
+    if not cells:  # a script made from a notebook, or nbval without history: parameters are not set there
         return
     own = next(filter(_declares, cells), None)
     if own is None:
         raise ValueError(
-            "check_parameters found no cell of annotated literals, such as `batch_size: int = 8`, before it"
+            "check_parameters found no cell of annotated literals before the call; add lines like `batch_size: int = 8`"
         )
     parameters = declared(own, rules)
     injected = next((cell for cell in cells if cell.startswith(INJECTED)), "")
@@ -116,11 +115,11 @@ def check_parameters(**rules: Rule) -> None:
 
 
 def of_notebook(notebook: Mapping, title: str) -> dict[str, Parameter]:
-    """The parameters of a notebook in nbformat's JSON, called `title` in errors. Raises ValueError if it has none."""
+    """Return the parameters of a notebook in nbformat's JSON. title: for errors. Raises ValueError if it has none."""
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     tagged = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        raise ValueError(f"{title} must have one code cell tagged `parameters`, it has {len(tagged)}")
+        raise ValueError(f"{title} must have one code cell tagged `parameters`, got {len(tagged)}")
     rules = {}
     for cell in code:
         rules |= _called_with("".join(cell["source"]))
@@ -131,7 +130,7 @@ def of_notebook(notebook: Mapping, title: str) -> dict[str, Parameter]:
 
 
 def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
-    """The parameters that a cell declares, under `rules` before the common ones. ValueError for any other line."""
+    """Return the parameters of a cell. rules: override the common rules. Raises ValueError for any other line."""
     found = {}
     for statement in ast.parse(source).body:
         try:
@@ -139,8 +138,8 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
             default = ast.literal_eval(statement.value)
         except (AttributeError, KeyError, ValueError):
             raise ValueError(
-                f"parameters are lines like `batch_size: int = 8`, of {', '.join(KINDS)}, or several with |; "
-                f"got {ast.unparse(statement)!r}"
+                f"parameters must be lines like `batch_size: int = 8` with the types {', '.join(KINDS)}, or unions "
+                f"with |; got {ast.unparse(statement)!r}"
             ) from None
         rule = rules.get(name, COMMON_RULES.get(name))
         found[name] = Parameter(name, kinds, default, rule, _elements(statement.annotation, default))
@@ -150,7 +149,7 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
 
 
 def known(title: str, name: str, parameters: Mapping[str, Parameter]) -> Parameter:
-    """The parameter of that name. Raises ValueError that lists all if there is none."""
+    """Return the parameter of that name. Raises ValueError with a list of all parameters if there is none."""
     if name in parameters:
         return parameters[name]
     near = difflib.get_close_matches(name, parameters, n=1)
@@ -161,7 +160,7 @@ def known(title: str, name: str, parameters: Mapping[str, Parameter]) -> Paramet
 
 
 def split(text: str) -> list[str]:
-    """The values of a comma-separated list; commas within brackets or quotes divide nothing."""
+    """Split a comma-separated list. Commas within brackets or quotes do not separate values."""
     values = [""]
     for piece in text.split(","):
         if _is_whole(values[-1]):
@@ -172,13 +171,13 @@ def split(text: str) -> list[str]:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether every bracket and quote of a text is closed. An apostrophe within a word opens nothing."""
+    """Return True if all brackets and quotes are closed. An apostrophe within a word is not a quote."""
     bare = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"", "", text)
     return not re.search(r"(?<!\w)'|\"", bare) and len(re.findall(r"[\[{(]", bare)) <= len(re.findall(r"[\]})]", bare))
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """What a text may stand for; itself, without quotes around it, comes last."""
+    """Yield the possible values of a text. The last is the text without surrounding quotes."""
     if text.lower() in (AUTO, "none"):
         yield None
     if text.lower() in ("true", "false"):
@@ -197,7 +196,7 @@ def _declares(cell: str) -> bool:
 
 
 def _kinds(annotation: ast.expr) -> tuple[type, ...]:
-    """The types of an annotation such as `int`, `int | None` or `list[int]`. Raises KeyError for another type."""
+    """Return the types of an annotation such as `int`, `int | None` or `list[int]`. KeyError for other types."""
     match annotation:
         case ast.BinOp(left, ast.BitOr(), right):
             return _kinds(left) + _kinds(right)
@@ -207,7 +206,7 @@ def _kinds(annotation: ast.expr) -> tuple[type, ...]:
 
 
 def _elements(annotation: ast.expr, default: Any) -> tuple[type, ...]:
-    """The types of a list's elements: of an annotation such as `list[int]`, else those of the default."""
+    """Return the element types of a list: from an annotation such as `list[int]`, else from the default."""
     for node in ast.walk(annotation):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "list":
             return _kinds(node.slice)
@@ -215,7 +214,7 @@ def _elements(annotation: ast.expr, default: Any) -> tuple[type, ...]:
 
 
 def _called_with(source: str) -> dict[str, Rule]:
-    """The keywords of a call of `check_parameters` in a cell; a cell that is not plain Python has none."""
+    """Return the keyword arguments of a `check_parameters` call in a cell. A cell that is not plain Python has none."""
     with contextlib.suppress(SyntaxError):
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "check_parameters":

@@ -1,7 +1,7 @@
-"""Many runs of one notebook: which they are, what they are called, and the loop that has them all done once.
+"""Sweeps: plan the runs of a notebook, and execute each run once.
 
-A run's key is a hash of what its result depends on (parameters, cells, code, models, files, costs), so a second start
-runs what is missing, and a change of any of these runs it anew. The machine is not among them: records name it.
+A run's key is a hash of all inputs of the result: parameters, cells, code, models, files and costs. A second start
+therefore executes only missing and changed runs. The machine is not part of the key; records name the machine.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from bass_lab.sweep.parameters import Parameter
 from bass_lab.sweep.store import Store, in_table, is_done
 from bass_lab.texts import prompt_sets
 
-MODELS = ("target", "draft")  # the parameters that name them
-OUTPUT = "output"  # the parameter by which a notebook is told where to write what it measured
-STOPPING = {  # outcomes that every other run would meet, too; what to do
+MODELS = ("target", "draft")  # parameters that name models
+OUTPUT = "output"  # parameter with the path of the records that a notebook writes
+STOPPING = {  # outcomes that affect all other runs, with advice
     run_process.FULL: "free some space",
     run_process.CHANGED: "do not change the code while a sweep runs",
 }
-FINISHED = (run_process.DONE, "was done")  # statuses of runs that have a result
-AGAIN = "the same command goes on with what is missing"
+FINISHED = (run_process.DONE, "was done")  # statuses of runs with a result
+AGAIN = "the same command continues with the missing runs"
 
 
 class SweepStopped(Exception):
-    """The sweep ended before all runs were tried; the message says why, and how to go on."""
+    """The sweep ended before all runs were tried. The message has the cause and advice."""
 
     def __init__(self, status: str, error: str):
         super().__init__(f"{status}: {error}; {STOPPING[status]}, and {AGAIN}")
@@ -50,19 +50,19 @@ class SweepStopped(Exception):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep before it starts. runs: parameters by key. varied: names with several values. notebook: its JSON; path:
-    where it lies, and runs work. code: the version that the keys stand for."""
+    """A planned sweep. path: of the notebook; runs work in its folder. notebook: as JSON. runs: parameters by key.
+    varied: names with several values. code: version of the code in the keys."""
 
     path: Path
     notebook: dict
     runs: dict[str, dict[str, Any]]
     varied: list[str]
     code: str
-    cells: str  # the version of the notebook's cells
-    records: bool  # whether it takes `output`
+    cells: str  # version of the notebook's cells
+    records: bool  # True if the notebook has the parameter `output`
 
     def job(self, key: str, timeout: float | None) -> dict:
-        """What `RunProcess` needs to know."""
+        """Return the `job` argument of `RunProcess`."""
         return {
             "notebook": self.notebook,
             "parameters": self.runs[key],
@@ -75,20 +75,20 @@ class SweepPlan:
         }
 
     def shown(self, key: str) -> dict[str, Any]:
-        """What varies, in a run, as people write it."""
+        """Return the varied parameters of a run, as text for tables."""
         return {name: in_table(self.runs[key][name]) for name in self.varied}
 
     def table(self, folder: Path) -> pd.DataFrame:
-        """A line per run: its key, what varies, and whether it is done in `folder`."""
+        """Return a line per run: key, varied parameters, and status ("done" if `folder` has the result)."""
         status = {key: "done" if is_done(folder, key) else "to run" for key in self.runs}
         return pd.DataFrame([{"run": key, **self.shown(key), "status": status[key]} for key in self.runs])
 
 
 def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None = None) -> SweepPlan:
-    """Return the runs of a notebook: every combination of the values, for each row if there are any.
+    """Return the runs of a notebook: every combination of the values, for each row of a file if given.
 
-    values: texts NAME=VALUE,VALUE,…. rows: a CSV or YAML file with a run's parameters in each row. Raises ValueError
-    for a wrong name or value, and for a model that cannot be found, before anything runs.
+    values: texts NAME=VALUE,VALUE,…. rows: a CSV or YAML file with the parameters of a run in each row. Raises
+    ValueError for a wrong name or value, and for a model that cannot be found.
     """
     path = Path(path)
     try:
@@ -100,7 +100,7 @@ def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None =
     grid = _grid(path.name, values, known)
     listed = _rows(path.name, Path(rows), known) if rows else [{}]
     if twice := [name for name in grid if any(name in row for row in listed)]:
-        raise ValueError(f"{', '.join(twice)} stands both in {rows} and after -p; leave one out")
+        raise ValueError(f"{', '.join(twice)} is given both in {rows} and with -p; give it only once")
     defaults = {name: parameter.default for name, parameter in known.items()}
     product = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
     wanted = [defaults | row | chosen for row in listed for chosen in product]
@@ -123,16 +123,16 @@ def _grid(title: str, values: Sequence[str], known: Mapping[str, Parameter]) -> 
         if not equals:
             raise ValueError(f"-p takes NAME=VALUE,VALUE,…; got {text!r}")
         if name in grid:
-            raise ValueError(f"-p {name}=… was given twice; list its values after one, separated by commas")
+            raise ValueError(f"-p {name}=… was given twice; give all values in a single list, separated by commas")
         parameter = _parameter(title, name, known)
         grid[name] = [parameter.parse(value) for value in parameters.split(listed)]
     return grid
 
 
 def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
-    """The parameters in each row of a file; texts stand for values as they do after -p."""
+    """Return the parameters in each row of a file. Texts are parsed like the values of -p."""
     if file.suffix == ".csv":
-        with file.open(newline="", encoding="utf-8-sig") as lines:  # as spreadsheets write it, too
+        with file.open(newline="", encoding="utf-8-sig") as lines:  # spreadsheets may write a byte order mark
             rows = list(csv.DictReader(lines))
     elif file.suffix in (".yaml", ".yml"):
         import yaml
@@ -142,14 +142,14 @@ def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
         except yaml.YAMLError as error:
             raise ValueError(f"{file} is no YAML: {error}") from None
     else:
-        raise ValueError(f"rows stand in a file that ends with .csv, .yaml or .yml; got {file}")
+        raise ValueError(f"rows must be a .csv, .yaml or .yml file; got {file}")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file} must hold at least one row, each a mapping from names to values")
     found = []
     for number, row in enumerate(rows, 1):
         try:
             if None in row or (None in row.values() and file.suffix == ".csv"):
-                raise ValueError("it has not as many fields as the first line")
+                raise ValueError("the number of fields differs from the first line")
             own = {str(name): (_parameter(title, str(name), known), value) for name, value in row.items()}
             found.append({name: p.parse(v) if isinstance(v, str) else p.check(v) for name, (p, v) in own.items()})
         except ValueError as error:
@@ -158,14 +158,14 @@ def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
 
 
 def _parameter(title: str, name: str, known: Mapping[str, Parameter]) -> Parameter:
-    """The parameter of that name; `output` is the sweep's."""
+    """Return the parameter of that name. Raises ValueError for `output`, which the sweep sets."""
     if name == OUTPUT:
-        raise ValueError(f"{OUTPUT} is set by the sweep, which collects what each run writes; say --out FOLDER")
+        raise ValueError(f"{OUTPUT} is set by the sweep, which collects the records of each run; use --out FOLDER")
     return parameters.known(title, name, known)
 
 
 def _model(name: str, folder: Path) -> str:
-    """What tells a model, or what drafts, apart, by what is in its files. Raises ValueError for one that is nowhere."""
+    """Return the identity of a model or drafter, by the content of its files. Raises ValueError if it is not found."""
     ships = (ASSETS / name).is_dir() and not Path(name).is_absolute()
     if ships or name in SHAPES or drafters.named(name) or kind_of_copy(name):
         return name
@@ -174,20 +174,20 @@ def _model(name: str, folder: Path) -> str:
 
 
 def _files(run: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """What tells files that parameters name apart. Raises ValueError for prompts or problems that are not there."""
+    """Return the hashes of files that parameters name. Raises ValueError for missing files of prompts or problems."""
     found = {}
     for name, value in run.items():
         if isinstance(value, str) and value and ((folder / value).is_file() or prompt_sets.is_file(value)):
             try:
                 found[name] = hashlib.sha256((folder / value).read_bytes()).hexdigest()[:16]
             except OSError as error:
-                said = f"the {name.replace('_', ' ')} {value!r} is no file beside the notebook: {error.strerror}"
+                said = f"the {name.replace('_', ' ')} {value!r} is no file next to the notebook: {error.strerror}"
                 raise ValueError(said) from None
     return found
 
 
 def _folder_hash(folder: Path) -> str:
-    """Hash names, sizes and 128 parts of each of a checkpoint's files, 4 MiB: weights may be too large to read."""
+    """Hash names, sizes and 128 parts (4 MiB in total) of each file of a checkpoint, without reading all weights."""
     digest, part = hashlib.sha256(), 2**15
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
@@ -200,15 +200,15 @@ def _folder_hash(folder: Path) -> str:
 
 
 def _revision(name: str) -> str:
-    """The commit of a hub model: the one in the cache, or the newest where it would be downloaded."""
+    """Return the commit of a hub model: the cached commit, or else the newest commit."""
     from huggingface_hub import model_info, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else model_info(name, timeout=10).sha
-    except Exception as error:  # whatever the hub or the network says
+    except Exception as error:  # many types, from the hub and the network
         raise ValueError(
-            f"the model {name!r} is no folder beside the notebook, not in the cache, and not found on the hub: {error}"
+            f"the model {name!r} is no folder next to the notebook, not in the cache, and not found on the hub: {error}"
         ) from None
 
 
@@ -225,13 +225,13 @@ def run(
     retries: int = 2,
     progress: Callable[[str, dict], None] = lambda key, line: None,
 ) -> pd.DataFrame:
-    """Do the runs of a plan that `folder` lacks: a line per run with what varies, status, seconds, attempts and error.
+    """Execute the missing runs of a plan. Return a line per run: varied parameters, status, seconds, attempts, error.
 
-    status: "done" (here), "was done", or why there is no result; `details` says more. retries: for a run whose process
-    died or could not start; failing cells and runs over `timeout` seconds are not tried again. progress: called with
-    key and line when a run has ended for good.
+    status: "done" (in this call), "was done", or the reason for a missing result, with more in `details`. retries: for
+    a run whose process died or did not start. Failing cells, and runs over `timeout` seconds, are not repeated.
+    progress: called with the key and line of each run that has ended.
 
-    Raises ValueError if the folder cannot be had; SweepStopped where no other run could succeed. Finished runs stay.
+    Raises ValueError if the folder cannot be used, SweepStopped if no other run could succeed. Finished runs stay.
     """
     folder = Path(folder)
     lines: dict[str, dict] = {}
@@ -278,7 +278,7 @@ def _full_disk_stops() -> Iterator[None]:
 
 
 def _kept(plan: SweepPlan, store: Store, key: str, scratch: Path, line: dict) -> dict:
-    """The line of a run after what its last attempt left was kept; a failure where it cannot be a result."""
+    """Store the files of a run's last attempt and return the run's line: a failure if the files are no result."""
     try:
         if line["status"] == run_process.DONE:
             mark = {"notebook": plan.path.name, "parameters": plan.runs[key], "code": plan.code, "cells": plan.cells}

@@ -1,9 +1,9 @@
-"""One run of a notebook by papermill, in a process of its own that dies with the one that started it.
+"""Run a notebook with papermill, in a separate process that dies with its parent.
 
-What a run starts besides is known by its environment, which names the run's temporary folder, or by files open there:
-`clear` kills it. Where the sweep itself is killed, a process that outlives it does so (`Remains`).
+`clear` kills all processes that a run has started. Their environment names the run's temporary folder, or they have
+open files there. If the sweep itself is killed, a cleaner process calls `clear` (`Remains`).
 
-Needs the standard library and papermill alone: a copy of this file is executed as a script, here or by a worker of Ray.
+This file needs only the standard library and papermill: a copy is executed as a script, locally or by a Ray worker.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
-PAUSE = 0.05  # seconds between two looks at what has ended
+PAUSE = 0.05  # seconds between checks for ended runs
 DONE, FAILED, DIED, TIMEOUT, FULL, CHANGED = "done", "failed", "died", "timeout", "disk full", "code changed"
 NOTEBOOK, RECORDS = "notebook.ipynb", "records"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>; evaluation/confinement.py has the full set, and needs the package
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>; this file cannot import evaluation/confinement.py
 
 
 def code_version() -> str:
-    """Hash what results depend on beside parameters, notebook and models: sources, prompts, problems, versions."""
+    """Hash the inputs of results other than parameters, notebook and models: sources, prompts, problems, versions."""
     digest = hashlib.sha256()
     for package in ("bass_core", "bass_lab", "bass_kernels"):
         spec = importlib.util.find_spec(package)
@@ -54,11 +54,11 @@ def code_version() -> str:
 
 
 class RunProcess:
-    """A run that has been started; `outcome()` is None until it has ended.
+    """A started run. `outcome()` is None until the run has ended.
 
-    job: the notebook's JSON, its parameters, `output` (whether it takes that), `cwd`, `code` (the version),
-    `environment` (changes; None: without it), `timeout` (seconds or None) and `place` (of its temporary folder).
-    folder: gets the executed notebook and its `output`.
+    job: `notebook` (JSON), `parameters`, `output` (True if the notebook has this parameter), `cwd`, `code` (version),
+    `environment` (changes; a value None removes the variable), `timeout` (seconds or None) and `place` (parent of the
+    temporary folder). folder: receives the executed notebook and the records.
     """
 
     def __init__(self, job: dict, folder: str | Path):
@@ -67,7 +67,7 @@ class RunProcess:
         (place / "run.py").write_text(SOURCE, encoding="utf-8")
         (place / "job.json").write_text(json.dumps(job), encoding="utf-8")
         with (place / "said").open("wb") as said, (place / "log").open("wb") as log:
-            # A session of its own: Ctrl-C reaches the sweep alone, which then ends its runs.
+            # In a new session, Ctrl-C reaches only the sweep, which then ends the runs.
             self._process = subprocess.Popen(
                 [sys.executable, place / "run.py", "run", str(os.getpid()), os.path.abspath(folder)],
                 stdin=subprocess.DEVNULL,
@@ -83,7 +83,7 @@ class RunProcess:
         return self._process.poll() is not None
 
     def outcome(self) -> dict | None:
-        """status, seconds, and where it is not DONE: error (one line) and details (the failing cell, the log)."""
+        """Return status, seconds and details (the failing cell or the log), and error (a line) unless DONE."""
         seconds = time.monotonic() - self._started
         late = self._timeout is not None and seconds > self._timeout
         if not self.ended and not late:
@@ -95,13 +95,13 @@ class RunProcess:
         elif said.endswith("\n"):
             found = json.loads(said)
         else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"gave up ({code})"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             found = {"status": DIED, "error": f"the process {how}"}
         self.stop()
         return {"details": log[-4000:], **found, "seconds": round(seconds, 3)}
 
     def stop(self) -> None:
-        """Kill it if it still runs (its kernel dies with it), all that it started, and let go of what it needed."""
+        """Kill a running process with its kernel and all processes that it started. Remove the temporary folder."""
         if not self.ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -109,12 +109,12 @@ class RunProcess:
 
 
 class Remains:
-    """A temporary `folder` for all that a sweep starts: cleared when this is closed, or when this process has ended."""
+    """A temporary `folder` for all processes of a sweep. `close`, or the end of this process, clears the folder."""
 
     def __init__(self):
         self.folder = short_folder(None)
         command = [sys.executable, "-I", os.path.abspath(__file__), "clear", self.folder]
-        self._cleaner = subprocess.Popen(  # in a session and a place where nothing that ends the sweep reaches it
+        self._cleaner = subprocess.Popen(  # in a session and folder of its own, so the cleaner outlives the sweep
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -128,7 +128,7 @@ class Remains:
 
 
 def short_folder(parent: str | None) -> str:
-    """A new temporary folder; names of sockets in it, of 100 bytes at most, have room for more folders' names."""
+    """Make a temporary folder with a short path: paths of sockets in subfolders are limited to about 100 bytes."""
     if parent is None and len(parent := tempfile.gettempdir()) > 25:
         parent = "/tmp"
     return tempfile.mkdtemp(prefix="bass-", dir=parent)
@@ -146,20 +146,20 @@ def clear(folder: str | Path) -> None:
 
 
 def _started_in(folder: bytes) -> list[int]:
-    """Return processes with a variable that is this folder or leads into it, or with a file open there. Linux only."""
+    """Return processes with an environment variable or open file at or below this folder. Linux only."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             variables = (process / "environ").read_bytes() + b"\0"
             named = b"=" + folder + b"\0" in variables or b"=" + folder + b"/" in variables
             if named or any(os.fsencode(os.readlink(file)).startswith(folder + b"/") for file in process.glob("fd/*")):
                 found.append(int(process.name))
-    sweep = os.getpid(), os.getppid()  # whoever asks, and the sweep that waits for it
+    sweep = os.getpid(), os.getppid()  # the caller, and the sweep that waits for the caller
     return [process for process in found if process not in sweep]
 
 
 def complete(job: dict) -> tuple[dict, dict[str, bytes]]:
-    """A run from its start to its end: the outcome, and the files it left. A worker of Ray gets it sent by value."""
+    """Execute a run. Return the outcome and the run's files. Ray sends this function to workers by value."""
     with tempfile.TemporaryDirectory(prefix="bass-", dir=job["place"]) as folder:
         run = RunProcess(job, folder)
         while (outcome := run.outcome()) is None:
@@ -169,7 +169,7 @@ def complete(job: dict) -> tuple[dict, dict[str, bytes]]:
 
 
 def _environment(changed: dict[str, str | None], place: Path) -> dict[str, str]:
-    """Figures as data, not as 5 MB of JavaScript; connection files where they are cleared away; no token of Ray's."""
+    """Return a run's environment: figures without 5 MB of JavaScript, connection files in `place`, no token of Ray."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_TOKEN")}
     found = kept | {"PLOTLY_RENDERER": "plotly_mimetype", "JUPYTER_RUNTIME_DIR": str(place)} | changed
     return {name: value for name, value in found.items() if value is not None}
@@ -181,26 +181,26 @@ def _environment(changed: dict[str, str | None], place: Path) -> dict[str, str]:
 def main(parent: int, folder: str) -> None:
     die_with(parent)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed belongs to the log
+    os.dup2(2, 1)  # all other output goes to the log
     place = Path(__file__).parent
     job = json.loads((place / "job.json").read_text(encoding="utf-8"))
     print(json.dumps(_execute(job, place, Path(folder))), file=answers, flush=True)
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent process ends, however it ends; at once if it has. Linux only; elsewhere nothing."""
+    """Have the kernel kill this process when the parent ends; exit now if it has ended. No effect except on Linux."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
 
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a fork, not between fork and exec
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded early: loading is unsafe between fork and exec
 
 
 def _execute(job: dict, place: Path, folder: Path) -> dict:
     if (found := code_version()) != job["code"]:
-        where = f"bass_core or what it needs is not the same on {socket.gethostname()} now as when the sweep started"
+        where = f"the code or a package on {socket.gethostname()} differs from the start of the sweep"
         return {"status": CHANGED, "error": f"{where} ({found}, {job['code']})"}
     parameters = job["parameters"] | ({"output": str(folder / RECORDS)} if job["output"] else {})
     try:
@@ -220,18 +220,18 @@ def _execute(job: dict, place: Path, folder: Path) -> dict:
     except Exception as error:
         return _obstacle(error, folder / NOTEBOOK)
     left = [cell["source"] for cell in executed["cells"] if any("ename" in each for each in cell.get("outputs", ()))]
-    if left:  # papermill lets SystemExit pass
-        return {"status": FAILED, "error": "SystemExit: the notebook was left before its end", "details": left[0]}
+    if left:  # papermill does not raise for SystemExit
+        return {"status": FAILED, "error": "SystemExit: the notebook exited before its end", "details": left[0]}
     return {"status": DONE}
 
 
 def _no_pattern(path: Path) -> str:
-    """As papermill takes a path: it fills in what stands in braces."""
+    """Escape the braces of a path, which papermill would format."""
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def through_files(manager: type, place: Path) -> type:
-    """Return a manager of kernels that speaks to them through files in `place`, not through ports."""
+    """Return a kernel manager that connects through files in `place` instead of ports."""
 
     class ThroughFiles(manager):
         def __init__(self, *arguments, **options):
@@ -243,7 +243,7 @@ def through_files(manager: type, place: Path) -> type:
 
 
 def _kernel_manager(place: Path) -> type:
-    """A manager of kernels that die with this process."""
+    """Return a kernel manager whose kernels die with this process."""
     from jupyter_client import AsyncKernelManager
 
     parent = os.getpid()
@@ -256,8 +256,8 @@ def _kernel_manager(place: Path) -> type:
 
 
 def _obstacle(error: Exception, notebook: Path) -> dict:
-    """What went wrong: a failing cell, a full disk, or a kernel that died or did not start (worth another attempt)."""
-    if type(error).__name__ == "PapermillExecutionError":  # by name: papermill itself may be what is missing
+    """Return the outcome of an exception: failing cell, full disk, or (worth a retry) a dead or unstarted kernel."""
+    if type(error).__name__ == "PapermillExecutionError":  # by name, because papermill itself may be missing
         line, told = f"{error.ename}: {error.evalue}", re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
         status = FULL if any(os.strerror(number) in line for number in NO_SPACE) else FAILED
         return {"status": status, "error": line.splitlines()[0], "details": f"{error.source}\n\n{told}"}
@@ -269,19 +269,19 @@ def _obstacle(error: Exception, notebook: Path) -> dict:
     while cause is not None:
         if isinstance(cause, OSError) and is_full(cause):
             status = FULL
-        elif getattr(cause, "errno", None) == errno.EADDRINUSE and status == FAILED:  # zmq's errors have one, too
+        elif getattr(cause, "errno", None) == errno.EADDRINUSE and status == FAILED:  # also for errors of zmq
             status = DIED
         cause = cause.__cause__ or cause.__context__
     return {"status": status, "error": line.splitlines()[0], "details": traceback.format_exc()}
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk, or what this user may have of it, is full."""
+    """Return True if a disk is full, or this user's quota."""
     return error.errno in NO_SPACE
 
 
 def _current_cell(notebook: Path) -> str:
-    """The source of the cell in which papermill's last copy of a notebook stops; empty if that tells nothing."""
+    """Return the source of the running cell in papermill's last copy of a notebook, or an empty string."""
     try:
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError):
@@ -292,7 +292,7 @@ def _current_cell(notebook: Path) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1] == "clear":
-        sys.stdin.read(1)  # until the sweep says that it has ended, or has
+        sys.stdin.read(1)  # returns when the sweep writes a byte or ends
         clear(sys.argv[2])
     else:
         main(int(sys.argv[2]), sys.argv[3])

@@ -1,14 +1,14 @@
-"""The folder of a sweep: results that a kill or a full disk cannot spoil.
+"""The folder of a sweep, safe against kills and full disks.
 
-    sweep.json                   what was asked for: the notebook, and every run's key and parameters
+    sweep.json                   the plan: name of the notebook, key and parameters of every run
     KEY/notebook.ipynb           the executed notebook
-    KEY/records.jsonl            what it wrote to `output` (a folder `records` where it writes one)
-    KEY/done.json                the mark, written last: parameters, seconds, hashes of the records
-    failed/KEY/                  the same of a run that failed, with error.txt and no mark
+    KEY/records.jsonl            the records written to `output` (or a folder `records`)
+    KEY/done.json                the mark, written last: parameters, seconds, hashes of the files
+    failed/KEY/                  the files of a failed run, with error.txt and without mark
 
-A run works in a folder of its own under `.scratch`; when it has succeeded, its files are synced, the folder is renamed
-to its key, and the mark follows. Where the mark is missing, or a file is no longer what it was made for, there is no
-result, and the next start clears it away and runs again.
+A run works in a folder of its own under `.scratch`. After success, the files are synced, the folder is renamed to the
+key, and the mark is written. Without the mark, or if a file no longer matches the mark, there is no result: the next
+start removes the folder and repeats the run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from bass_lab.locks import lock
 from bass_lab.sweep.run_process import NOTEBOOK, RECORDS
 
 SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
-AUTO = "auto"  # what None is called on a command line and in tables: the library decides
+AUTO = "auto"  # None on the command line and in tables: the library decides
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """files: what it recorded, as paths. mark: what `done.json` says."""
+    """A run with a result. files: paths of the records. mark: content of `done.json`."""
 
     key: str
     parameters: dict[str, Any]
@@ -40,10 +40,10 @@ class FinishedRun:
 
 
 class Store:
-    """The folder of a sweep, held by this process alone until it is closed; made if there is none.
+    """The folder of a sweep, created if missing and locked by this process until the store is closed.
 
-    done: keys of the runs that had a result. notebook: its name. runs: parameters by key; a run replaces one with the
-    same parameters. Raises ValueError, and changes nothing, if the folder is held or is of another notebook.
+    notebook: name. runs: parameters by key; a run replaces an earlier run with the same parameters. done: keys of the
+    runs with a result. Raises ValueError, and changes nothing, if the folder is locked or is of another notebook.
     """
 
     def __init__(self, folder: Path, notebook: str, runs: Mapping[str, dict]):
@@ -56,7 +56,7 @@ class Store:
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, BlockingIOError):
-                raise ValueError(f"another sweep is writing {folder}; wait for it, or give another folder") from None
+                raise ValueError(f"another sweep is writing {folder}; wait, or give another folder") from None
             raise
 
     def _begin(self, notebook: str, runs: Mapping[str, dict]) -> None:
@@ -64,7 +64,7 @@ class Store:
         if (self.folder / SWEEP).exists():
             asked = read_sweep(self.folder)
         elif any(self.folder.glob("[!.]*")):
-            raise ValueError(f"{self.folder} holds other files and no sweep; give an empty or a new folder")
+            raise ValueError(f"{self.folder} holds other files and no sweep; give an empty or new folder")
         if asked["notebook"] != notebook:
             raise ValueError(f"{self.folder} is a sweep of {asked['notebook']}, not of {notebook}; give another folder")
         kept = {
@@ -76,13 +76,13 @@ class Store:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def scratch(self, key: str, attempt: int) -> Path:
-        """An empty folder for an attempt at a run."""
+        """Make an empty folder for an attempt at a run."""
         path = self.folder / SCRATCH / f"{key}-{attempt}-{os.getpid()}"
         path.mkdir(parents=True)
         return path
 
     def keep(self, key: str, scratch: Path, mark: Mapping[str, Any]) -> None:
-        """Make the files of a successful attempt the run's result. Raises ValueError where a record is no JSON line."""
+        """Make the files of a successful attempt the run's result. Raises ValueError for a record that is not JSON."""
         records = scratch / RECORDS
         if records.is_file():
             records.rename(records.with_suffix(".jsonl"))
@@ -93,7 +93,7 @@ class Store:
         shutil.rmtree(self.folder / FAILED / key, ignore_errors=True)
 
     def keep_failed(self, key: str, scratch: Path, error: str) -> Path:
-        """Put the files of a failed attempt aside, with what went wrong; where they lie."""
+        """Keep the files of a failed attempt, with the error. Return their folder."""
         (scratch / "error.txt").write_text(error, encoding="utf-8")
         place = self.folder / FAILED / key
         place.parent.mkdir(exist_ok=True)
@@ -111,18 +111,18 @@ class Store:
         return self
 
     def __exit__(self, *exc) -> None:
-        """Let go of the folder, and clear away what unfinished runs left."""
+        """Release the folder, and remove the files of unfinished runs."""
         shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
         os.close(self._lock)
 
 
 def _stands_for(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Return True if a run replaces an earlier one: the parameters that both have are the same."""
+    """Return True if a run replaces an earlier run: the parameters in both runs have equal values."""
     return all(new[name] == value for name, value in old.items() if name in new)
 
 
 def is_done(folder: Path, key: str) -> bool:
-    """Whether a run has a result in a sweep's folder, all of it as the run left it."""
+    """Return True if a sweep's folder has the unchanged result of a run."""
     place = folder / key
     try:
         mark = _checked_mark(place)
@@ -132,19 +132,19 @@ def is_done(folder: Path, key: str) -> bool:
 
 
 def read_sweep(folder: Path) -> dict:
-    """What a sweep's folder was asked for: `notebook` (its name) and `runs` (parameters by key). Raises ValueError."""
+    """Return the plan in a sweep's folder: `notebook` (name) and `runs` (parameters by key). Raises ValueError."""
     path = folder / SWEEP
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {"notebook": str(found["notebook"]), "runs": dict(found["runs"])}
     except FileNotFoundError:
-        raise ValueError(f"{folder} is no sweep: there is no {SWEEP}") from None
+        raise ValueError(f"{folder} is no sweep: {SWEEP} is missing") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of `bass sweep`: {type(error).__name__}: {error}") from None
 
 
 def finished_runs(folder: Path) -> Iterator[FinishedRun]:
-    """Yield the finished runs of a sweep, in the order asked for. Raises ValueError for another folder or a changed
+    """Yield the finished runs of a sweep, in the order of the plan. Raises ValueError for another folder or a changed
     record."""
     for key, parameters in read_sweep(folder)["runs"].items():
         place = folder / key
@@ -154,8 +154,8 @@ def finished_runs(folder: Path) -> Iterator[FinishedRun]:
 
 
 def _checked_mark(place: Path) -> dict[str, Any]:
-    """The mark of a finished run. Raises ValueError where it is none, or a record is not the one it was made for."""
-    advice = "it was changed or lost afterwards; the sweep's own command runs it again"
+    """Return the mark of a finished run. Raises ValueError for a wrong mark, or a record that does not match it."""
+    advice = "it was changed or lost afterwards; repeat the run with the sweep's own command"
     try:
         mark = json.loads((place / MARK).read_text(encoding="utf-8"))
         records = dict(mark["records"])
@@ -168,20 +168,20 @@ def _checked_mark(place: Path) -> dict[str, Any]:
 
 
 def in_table(value: Any) -> Any:
-    """A parameter's value as tables show it: None is `AUTO`, a list or a mapping its JSON."""
+    """Return a parameter's value for tables: None as `AUTO`, a list or mapping as JSON."""
     return AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _write(path: Path, document: object) -> None:
-    """Replace a JSON file, whole, and wait until the folder knows it."""
-    from bass_core.environment import write_whole  # with torch, for which the command line does not wait
+    """Replace a JSON file atomically, and sync the folder."""
+    from bass_core.environment import write_whole  # imports torch, which would slow down the command line
 
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -190,7 +190,7 @@ def _sync(path: Path) -> None:
 
 
 def _checked_hash(path: Path) -> str:
-    """Of a file of JSON lines; ValueError naming the line that is none, or where there is none."""
+    """Return the hash of a file of JSON lines. Raises ValueError naming an invalid line, or for an empty file."""
     number = 0
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -199,7 +199,7 @@ def _checked_hash(path: Path) -> str:
             except ValueError as error:
                 raise ValueError(f"{path.name}, line {number} is not JSON: {error}") from None
     if not number:
-        raise ValueError(f"{path.name} holds no record: the notebook opened it and wrote nothing")
+        raise ValueError(f"{path.name} holds no record: the notebook opened the file and wrote nothing")
     return _hash(path)
 
 

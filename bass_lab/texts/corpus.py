@@ -1,9 +1,9 @@
-"""The text that the embedded pair learns from and is asked to continue, from sources that every Python has:
+"""Training texts and prompts of the embedded pair, available in every Python installation:
 
 * **generated functions**: signature + docstring -> body, composed by `grammar.py`.
 * **library functions**: functions of the running interpreter's standard library.
 
-`grammar.is_held_out` and `HELD_OUT_MODULES` decide what never occurs in training, whatever the seeds.
+`grammar.is_held_out` and `HELD_OUT_MODULES` exclude texts from training for every seed.
 """
 
 import ast
@@ -24,14 +24,14 @@ SKIPPED_FOLDERS = {
 
 
 def generated_functions(count: int, seed: int = 0, held_out: bool = False) -> list[str]:
-    """`count` functions to train on, or `held_out` ones to measure with; the same for the same seed."""
+    """Return `count` functions for training, or held-out functions. A seed always gives the same functions."""
     return [function.prompt + function.body for function in grammar.functions(count, seed, held_out)]
 
 
 def library_functions(held_out: bool = False) -> list[str]:
-    """Functions and methods of the standard library, dedented; those of `HELD_OUT_MODULES` only if `held_out`.
+    """Return dedented functions and methods of the standard library, from `HELD_OUT_MODULES` only if `held_out`.
 
-    Raises FileNotFoundError where the interpreter has no source files of its library.
+    Raises FileNotFoundError if the interpreter has no source files of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     functions = []
@@ -46,7 +46,7 @@ def library_functions(held_out: bool = False) -> list[str]:
 
 
 def held_out_prompts(max_chars: int = 400) -> list[tuple[str, str]]:
-    """(module, prompt) of the held-out modules: a function's signature, its docstring if any, perhaps first lines.
+    """Return (module, prompt) pairs of the held-out modules: signature, docstring if any, first lines if short.
 
     Prompts have at most `max_chars` characters (about 40 to 130 tokens) and leave at least two lines to write.
     """
@@ -61,11 +61,11 @@ def held_out_prompts(max_chars: int = 400) -> list[tuple[str, str]]:
 
 @cache
 def _functions_of(path: Path) -> list[tuple[str, int]]:
-    """(source, where a prompt ends) of the outermost functions and methods in a file; short and huge ones left out."""
+    """Return (source, end of the prompt) of the outermost functions and methods in a file, without extreme sizes."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (UnicodeDecodeError, SyntaxError):  # some files hold wrong code or other encodings on purpose
+    except (UnicodeDecodeError, SyntaxError):  # some files contain invalid code or encodings on purpose
         return []
     lines = text.splitlines(keepends=True)
     found, nodes = [], [tree]
@@ -81,7 +81,7 @@ def _functions_of(path: Path) -> list[tuple[str, int]]:
 
 
 def _prompt_end(node: ast.FunctionDef, source: str, min_chars: int = 120) -> int:
-    """Characters of the signature, the docstring and as many further lines as make a prompt; 0 if too few remain."""
+    """Return the prompt's length: signature, docstring and more lines up to `min_chars`. 0: too few lines remain."""
     lines = source.splitlines(keepends=True)
     has_docstring = ast.get_docstring(node) is not None
     kept = (node.body[0].end_lineno + 1 if has_docstring else node.body[0].lineno) - node.lineno

@@ -1,8 +1,8 @@
-"""Small Python functions, composed: source -> filters -> map -> finish, each said and written in one of several ways.
+"""Compose small Python functions: source -> filters -> map -> finish, each with several phrasings and code variants.
 
-Words and code are in `assets/function_grammar.toml`; functions that are no such pipeline come from templates. A
-composition is *what is computed*, without names, numbers and phrasing. One in ten is held out by a hash; of the
-templates, one signature and docstring in ten.
+Words and code are in `assets/function_grammar.toml`. Other functions come from templates. A composition describes the
+computation, without names, numbers and phrasing. A hash holds out a tenth of all compositions, and a tenth of all
+signatures with docstrings from templates.
 """
 
 import re
@@ -26,7 +26,7 @@ OPPOSITES = {" == ": " != ", " != ": " == ", " > ": " <= ", " < ": " >= ", " >= 
 
 @dataclass(frozen=True)
 class Function:
-    """One generated function. `key` says what is held out with it; `prompt` ends after the docstring's line."""
+    """A generated function. Functions with the same `key` are held out together. `prompt` ends after the docstring."""
 
     key: str
     prompt: str
@@ -35,7 +35,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Iteration:
-    """Code of the middle of a pipeline: nested (variable, iterable) loops, a test or "", and the value taken."""
+    """Code of the middle of a pipeline: nested (variable, iterable) loops, a test or "", and the value."""
 
     loops: tuple[tuple[str, str], ...]
     test: str
@@ -43,17 +43,17 @@ class Iteration:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only hands on the elements of its one iterable."""
+        """True if the iteration only yields the elements of one iterable."""
         return not self.test and len(self.loops) == 1 and self.value == self.loops[0][0]
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a function shall do, before it is decided how to write it.
+    """Specification of a function, before its body is chosen.
 
-    key: the composition. filters: their number. head: the line with `def`. said: the docstring's sentence. arguments:
-    hints by name. kind, field, element: of what is iterated over. tests, values: ways to write the filters and the map.
-    empty: what an empty argument gives, or "".
+    key: the composition. filters: number of filters. head: the `def` line. said: the docstring's sentence. arguments:
+    type hints by name. kind, field, element: describe the iterated elements. tests, values: alternative codes of the
+    filters and the map. empty: the result for an empty argument, or "".
     """
 
     key: str
@@ -72,7 +72,7 @@ class Pipeline:
     empty: str
 
     def body(self, rng: Random) -> str:
-        """One way to write it, indented."""
+        """Return a random body, indented."""
         middle = Iteration(self.loops, rng.choice(self.tests), rng.choice(self.values))
         parameter = next(iter(self.arguments))
         lines = _body(rng, self.finish, middle, self.local, parameter)
@@ -86,7 +86,7 @@ class Pipeline:
 
 
 def functions(count: int, seed: int, held_out: bool) -> list[Function]:
-    """`count` functions, all from what is held out or none; the same for the same seed. Held-out prompts differ."""
+    """Return `count` functions, all held out or none, the same for the same seed. Held-out prompts are unique."""
     rng = Random(f"{seed}-{held_out}")
     found, prompts = [], set()
     while len(found) < count:
@@ -97,14 +97,14 @@ def functions(count: int, seed: int, held_out: bool) -> list[Function]:
             function = Function(plan.key, plan.prompt, plan.body(rng))
         if is_held_out(function.key) != held_out:
             continue
-        if not held_out or function.prompt not in prompts:  # training may meet one prompt with several bodies
+        if not held_out or function.prompt not in prompts:  # training may contain a prompt with several bodies
             prompts.add(function.prompt)
             found.append(function)
     return found
 
 
 def is_held_out(key: str) -> bool:
-    """Whether training must not contain this composition, or this template's signature and docstring."""
+    """Return True if training must not contain this composition, or this template's signature and docstring."""
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
@@ -157,7 +157,7 @@ def pipeline(rng: Random) -> Pipeline:
 
 
 def _choose(rng: Random) -> tuple[dict, list[dict], dict | None, dict]:
-    """A source, up to two filters, perhaps a map, and a finish that fits them."""
+    """Choose a source, up to two filters, an optional map, and a matching finish."""
     grammar = _grammar()
     source = rng.choices(grammar["source"], [source["weight"] for source in grammar["source"]])[0]
     keeps = rng.sample(grammar["filter"][source["kind"]], rng.choices((0, 1, 2), (25, 60, 15))[0])
@@ -177,7 +177,7 @@ def _kind(source: dict, change: dict | None) -> str:
 
 
 def _fill(rng: Random, step: dict | None, arguments: dict[str, str], taken: set[str]) -> tuple[str, list[str]]:
-    """How a step is said, and the ways to write it, slots filled with literals or with new entries of `arguments`."""
+    """Return a phrase and the alternative codes of a step, with literals or new `arguments` in the slots."""
     if step is None:
         return "{}", ["{x}"]
     said, codes = rng.choice(step["said"]), step["code"]
@@ -187,7 +187,7 @@ def _fill(rng: Random, step: dict | None, arguments: dict[str, str], taken: set[
 
 
 def _filled_finish(rng: Random, finish: dict, arguments: dict[str, str], taken: set[str]) -> tuple[dict, str]:
-    """The finish with its slots filled, and what is said of it."""
+    """Return the finish with filled slots, and its sentence."""
     said, filled = rng.choice(finish["said"]), dict(finish)
     for slot, filling in _fillings(rng, finish, arguments, taken).items():
         said = said.replace(f"{{{slot}}}", filling)
@@ -211,7 +211,7 @@ def _fillings(rng: Random, step: dict, arguments: dict[str, str], taken: set[str
 
 
 def _head(rng: Random, parts: list[str | None], noun: str, arguments: dict[str, str], returned: str) -> str:
-    """The line with `def`: a name made of some of the steps' names, and sometimes type hints."""
+    """Return the `def` line: a name from some of the steps' names, and sometimes type hints."""
     named = [part for part in parts if part]
     if len(named) < 2 or rng.random() < 0.5:
         named.append(noun)
@@ -225,7 +225,7 @@ def _head(rng: Random, parts: list[str | None], noun: str, arguments: dict[str, 
 
 
 def _body(rng: Random, finish: dict, middle: Iteration, local: str, parameter: str) -> list[str]:
-    """The lines of the body: as an expression, as a loop, or in named steps."""
+    """Return the lines of the body: an expression, a loop, or named steps."""
     lines = []
     (variable, iterable), *inner = middle.loops
     simple = not inner and variable.isidentifier()
@@ -242,7 +242,7 @@ def _body(rng: Random, finish: dict, middle: Iteration, local: str, parameter: s
 
 
 def _by_index(middle: Iteration) -> Iteration:
-    """The same loop over positions: for i in range(len(numbers))."""
+    """Return the same loop over positions: for i in range(len(numbers))."""
     ((variable, iterable),) = middle.loops
     test, value = (re.sub(rf"(?<![.\w]){variable}\b", f"{iterable}[i]", code) for code in (middle.test, middle.value))
     return Iteration((("i", f"range(len({iterable}))"),), test, value)
@@ -288,12 +288,12 @@ def _loop(rng: Random, finish: dict, middle: Iteration, local: str) -> list[str]
 
 
 def _template(rng: Random) -> Function:
-    """Fill one template: every `let` word, every [[a|b]] choice, one docstring, one body."""
+    """Fill a template: every `let` word, every [[a|b]] choice, a docstring, a body."""
     template = rng.choice(_grammar()["template"])
     words = {name: rng.choice(options) for name, options in template["let"].items()}
 
     def fill(text: str) -> str:
-        for _ in range(2):  # a word may hold other words
+        for _ in range(2):  # a word may contain other words
             for name, word in words.items():
                 for i, part in enumerate(word if isinstance(word, list) else ()):
                     text = re.sub(rf"\${name}\.{i}", lambda _, part=part: part, text)
@@ -303,6 +303,6 @@ def _template(rng: Random) -> Function:
 
     head, doc, body = fill(template["head"]), fill(rng.choice(template["said"])), fill(rng.choice(template["body"]))
     name = re.search(r"def (\w+)", head)[1]
-    body = re.sub(r"\b(gcd|factorial)\(", f"{name}(", body)  # the recursive ones call themselves
+    body = re.sub(r"\b(gcd|factorial)\(", f"{name}(", body)  # recursive functions call themselves
     prompt = f'{head}\n    """{doc}"""\n'
     return Function(prompt, prompt, textwrap.indent(body.strip("\n") + "\n", "    "))

@@ -1,7 +1,7 @@
-"""The mini evaluation set: 164 functions whose composition the embedded pair has never met, with tests.
+"""The mini evaluation set: 164 functions with tests. Their compositions are not in the embedded pair's training data.
 
-`python -m bass_lab.texts.mini_set` writes `assets/mini_set.jsonl`, always the same. Expected values are what *all* ways
-to write a function agree on; it must fail without its filter or its map.
+`python -m bass_lab.texts.mini_set` writes `assets/mini_set.jsonl`, always the same file. All alternative bodies of a
+function agree on the expected values. The tests must fail for a body without the filters or without the map.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bass_lab.evaluation.problems import MINI_SET, Problem
 from bass_lab.texts import grammar
 
 SIZE = 164
-WAYS = 24  # bodies drawn to find the ways to write a function
+WAYS = 24  # bodies drawn per function
 ASSERTS = 7
 WORDS = re.findall(
     r"\w+",
@@ -28,8 +28,8 @@ CHARACTERS = "aeiouAEIbcdXYZ 0123 .,!-"
 
 
 def make_problems(count: int = SIZE, seed: int = 0) -> list[Problem]:
-    """Return `count` problems, each of another held-out composition; the same for the same seed. Two of three have two
-    filters: the pair writes nearly all functions with one filter right."""
+    """Return `count` problems of different held-out compositions, the same for the same seed. Two thirds have two
+    filters, because the pair solves nearly all problems with one filter."""
     rng = Random(f"mini-{seed}")
     problems, compositions = [], set()
     while len(problems) < count:
@@ -45,9 +45,9 @@ def make_problems(count: int = SIZE, seed: int = 0) -> list[Problem]:
 
 
 def _problem(plan: grammar.Pipeline, rng: Random, task_id: str) -> Problem | None:
-    """The plan with its tests; None if they would not tell right from wrong."""
+    """Return the problem with tests, or None if the tests cannot detect wrong bodies."""
     ways = sorted({plan.body(rng) for _ in range(WAYS)})
-    if len(ways) < 2 or any("max(set(" in way for way in ways):  # of ties it takes what the hash seed puts first
+    if len(ways) < 2 or any("max(set(" in way for way in ways):  # the hash seed would decide ties
         return None
     functions = [_function(plan, way) for way in ways]
     cases = {}
@@ -55,7 +55,7 @@ def _problem(plan: grammar.Pipeline, rng: Random, task_id: str) -> Problem | Non
         arguments = _arguments(plan, rng)
         found = {_outcome(function, arguments) for function in functions}
         if len(found) == 1 and (expected := found.pop()) is not None:
-            cases.setdefault(expected, arguments)  # one case for each expected value
+            cases.setdefault(expected, arguments)  # one case per expected value
     chosen = rng.sample(sorted(cases), min(ASSERTS, len(cases)))
     if len(chosen) < (2 if plan.finish["hint"] == "bool" else 5):
         return None
@@ -72,15 +72,15 @@ def _problem(plan: grammar.Pipeline, rng: Random, task_id: str) -> Problem | Non
 
 def _function(plan: grammar.Pipeline, body: str):
     scope: dict = {}
-    exec(plan.prompt + body, scope)  # our own grammar's text
+    exec(plan.prompt + body, scope)  # safe: text from our own grammar
     return scope[re.match(r"def (\w+)", plan.head)[1]]
 
 
 def _outcome(function, arguments: list) -> str | None:
-    """The result as Python writes it, sets in order; None if the function raises."""
+    """Return the repr of the result, with sorted sets, or None if the function raises."""
     try:
         result = function(*deepcopy(arguments))
-    except Exception:  # whatever a function does that nobody asked to handle this input
+    except Exception:  # the function need not handle this input
         return None
     if isinstance(result, set) and result:
         return "{" + ", ".join(map(repr, sorted(result))) + "}"
@@ -88,7 +88,7 @@ def _outcome(function, arguments: list) -> str | None:
 
 
 def _arguments(plan: grammar.Pipeline, rng: Random) -> list:
-    """Arguments that fit the type hints, near the numbers and letters of the docstring."""
+    """Return arguments that fit the type hints, near the numbers and letters of the docstring."""
     numbers = [int(n) for n in re.findall(r"\b\d+\b", plan.said)]
     letters = re.findall(r'"(\w)"', plan.said)
     near = numbers or [rng.choice((2, 3, 5, 10))]
@@ -123,7 +123,7 @@ def _arguments(plan: grammar.Pipeline, rng: Random) -> list:
 
 
 def _first(plan: grammar.Pipeline, rng: Random, number, word, character) -> object:
-    """The argument that is iterated over."""
+    """Return the first argument, the iterated one."""
     (name, hint), *_ = plan.arguments.items()
     size = rng.choice((0, 1, 2, 4, 6, 8))
     iterable = plan.loops[-1][1]
