@@ -1,4 +1,4 @@
-"""Tests run on CPU, offline, in one thread: waiting threads make matrices this small many times slower."""
+"""Run tests on a CPU, offline, in one thread: with threads, matrices of this size are many times slower."""
 
 import importlib.util
 import os
@@ -10,16 +10,16 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: kernels of notebooks, the demo
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: kernels of notebooks, the demo
 torch.set_num_threads(1)
 
-# Triton exists for Linux alone; elsewhere there are no kernels to test.
+# Triton exists only for Linux.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*", "engine/test_gpu_*"]
-# torchao prints into every program that imports transformers: `make test-quantized` has it, other runs do not.
+# torchao prints in every program that imports transformers; only `make test-quantized` installs torchao.
 collect_ignore_glob += [] if importlib.util.find_spec("torchao") else ["engine/test_quantized.py"]
 
 
-# The proofs come first. The slow files come last, the longest first: two workers then end at about the same time.
+# Proofs run first. Slow files run last, longest first, so that two workers finish together.
 PROOFS = ("exactness", "gpu", "engine", "policies", "kernels")
 SLOW_LAST = (
     "test_notebooks",
@@ -33,17 +33,13 @@ SLOW_LAST = (
 
 
 def place_in_the_run(path: Path) -> tuple[int, int]:
-    """Return the sort key of a test file: proofs by folder, then other tests, then slow files."""
     if path.stem in SLOW_LAST:
         return len(PROOFS) + 1, SLOW_LAST.index(path.stem)
     return (PROOFS.index(path.parent.name) if path.parent.name in PROOFS else len(PROOFS)), 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests, and deselect `interpreted` tests unless Triton's interpreter is on.
-
-    TRITON_INTERPRET=1 must be set before the imports. test_interpreter.py starts such a process.
-    """
+    """Sort the tests, and deselect `interpreted` tests unless TRITON_INTERPRET=1 was set before the imports."""
     items.sort(key=lambda item: place_in_the_run(item.path))
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     others = [item for item in items if not interpreting and item.get_closest_marker("interpreted")]
@@ -55,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _with_room(call):
     """Call a function in a frame of one megabyte.
 
-    Python keeps frames in chunks of 16 kB. A loop of calls that cross the end of a chunk maps and frees one per call,
-    which takes half of the interpreted kernels' time. The large frame brings a chunk for all later frames.
+    Python keeps frames in chunks of 16 kB. Calls across the end of a chunk map and free memory each time, half of the
+    interpreted kernels' time. The large frame allocates a chunk for all later frames.
     """
     return call()
 
@@ -66,7 +62,6 @@ _with_room.__code__ = _with_room.__code__.replace(co_stacksize=80_000)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
-    """Call the test like pytest does, but in a large frame."""
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     _with_room(lambda: pyfuncitem.obj(**given))
     return True
@@ -74,7 +69,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """An empty folder of measured costs, without the shipped ones."""
+    """Use an empty folder of measured costs, without the shipped costs."""
     from bass_core.loading import measured_costs
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -84,7 +79,7 @@ def caches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until a test sets its `now`."""
+    """Stop the clock; a test sets `now`."""
 
     class Clock:
         now = 1000.0
@@ -95,7 +90,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def cache_memory(monkeypatch):
-    """The bytes that caches hold: `recovery.CacheMemory`."""
     from recovery import CacheMemory
 
     return CacheMemory(monkeypatch)

@@ -1,4 +1,4 @@
-"""The documentation's programs run, and its commands exist with these options."""
+"""Run the documentation's programs, and check the commands in the documentation."""
 
 import contextlib
 import io
@@ -16,17 +16,17 @@ from bass_core.loading.model_pair import ASSETS
 from bass_lab.cli import main
 
 BASS = typer.main.get_command(main.app).commands
-CHEAP = ("generate", "doctor")  # run as they are typed; a sweep is planned, and the others' options are read
-HUB = {"7B": "target", "0.5B": "draft"}  # which embedded model stands for a hub model of that size
+CHEAP = ("generate", "doctor")  # run as typed; sweeps are planned, other commands are only parsed
+HUB = {"7B": "target", "0.5B": "draft"}  # embedded model for a hub model of this size
 CHAT = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
-TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")  # in a sentence
+TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")
 WITH_PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
 BY_RING = [name if name == "README.md" else pytest.param(name, marks=pytest.mark.ci) for name in WITH_PROGRAMS]
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A folder in which the names of hub models are folders with the embedded ones, beside what commands have left."""
+    """Make a folder with the embedded models under the names of hub models, and a costs file."""
     folder = tmp_path_factory.mktemp("desk")
     for size, role in HUB.items():
         for name in (f"Qwen2.5-Coder-{size}", f"Qwen2.5-Coder-{size}-Instruct"):
@@ -37,7 +37,6 @@ def desk(tmp_path_factory):
 
 
 def run(document: str, *, slow: bool) -> None:
-    """Run the blocks of a document one after the other, as a reader would; what is shown as output has to come out."""
     names: dict = {"__name__": document}
     for block in blocks(document, "python"):
         if block.slow and not slow:
@@ -88,7 +87,7 @@ def test_commands_named_in_sentences_exist(document):
 
 
 def test_pip_installs_existing_extras():
-    """The project is in no package index, so that no sentence may name it as a distribution."""
+    """The project is in no package index: pip must install a folder."""
     for document in DOCUMENTS:
         for what in re.findall(r"pip install ('[^']*'|[^\s`,)]+)", (ROOT / document).read_text(encoding="utf-8")):
             assert what.strip("'").startswith("."), f"{document}: pip install {what}"
@@ -109,7 +108,7 @@ def test_unknown_command_is_found():
 
 
 def types_bass(arguments: list[str]) -> None:
-    """Run a `bass` command, or read its arguments only. Raises KeyError, click's error or AssertionError."""
+    """Run a cheap `bass` command, or only parse its arguments. Raises KeyError, click's error or AssertionError."""
     command = BASS[arguments[0]]
     if arguments[0] in CHEAP or arguments[0] == "sweep":
         planned = ["--dry-run"] if arguments[0] == "sweep" else []

@@ -1,4 +1,4 @@
-"""References to code in documents, docstrings, comments and lessons name existing files, modules and members."""
+"""References to code in documents, docstrings, comments and lessons must name existing files, modules and members."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from documents import DOCUMENTS
 from references import ROOT, Code, prose
 
-FOREIGN = ("docs/MODELS.md", "docs/SUPPORT.md")  # tables of what transformers and others call things
+FOREIGN = ("docs/MODELS.md", "docs/SUPPORT.md")  # tables with names of other libraries
 PAGES = [name for name in DOCUMENTS if name not in FOREIGN]
 PLACES = [*PAGES, "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
 

@@ -1,4 +1,4 @@
-"""The site has every page, every lesson and every public name; `make docs` builds it."""
+"""The site has every page, every lesson and every public name."""
 
 import re
 
@@ -10,7 +10,7 @@ import bass_lab
 
 
 class Loader(yaml.SafeLoader):
-    """Of mkdocs.yml, whose tag for variables of the environment YAML does not know."""
+    """Load mkdocs.yml with its !ENV tags."""
 
 
 Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node)[-1])
@@ -26,15 +26,14 @@ def pages(nav) -> list[str]:
 def test_the_navigation_has_every_document_and_lesson_once():
     named = pages(CONFIG["nav"])
     assert len(named) == len(set(named)) and all((ROOT / page).is_file() for page in named)
-    expected = [
-        path.relative_to(ROOT).as_posix() for name in ("docs/**/*.md", "notebooks/*.ipynb") for path in ROOT.glob(name)
-    ]
-    assert set(expected) | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"} <= set(named)
+    globs = ("docs/**/*.md", "kernels/*.md", "notebooks/*.ipynb")
+    expected = [path.relative_to(ROOT).as_posix() for pattern in globs for path in ROOT.glob(pattern)]
+    assert set(expected) | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= set(named)
 
 
-def test_what_the_configuration_names_is_there():
+def test_configured_files_exist():
     assert all((ROOT / path).is_file() for path in [*CONFIG["hooks"], *CONFIG["extra_css"]])
-    assert CONFIG["theme"]["font"] is False  # pages fetch nothing
+    assert CONFIG["theme"]["font"] is False  # pages load nothing from a network
 
 
 def test_the_reference_has_every_public_name_once():

@@ -1,4 +1,4 @@
-"""What a type checker tells a user of the public API: types, and not Any."""
+"""Check that the public API has types other than Any."""
 
 import os
 import re
@@ -14,14 +14,14 @@ import bass_lab
 PROGRAM = Path(__file__).parent / "support/typed_program.py"
 
 
-def test_every_name_of_the_lab_is_where_its_stub_says():
+def test_lab_names_are_in_the_modules_of_the_stub():
     assert len(bass_lab.__all__) > 10
     for name in bass_lab.__all__:
-        assert getattr(bass_lab, name).__name__ in (name, f"bass_lab.{name}")  # a module has its package's name, too
+        assert getattr(bass_lab, name).__name__ in (name, f"bass_lab.{name}")  # a module's name includes its package
 
 
 def checked(program: Path, cache: Path) -> subprocess.CompletedProcess:
-    """mypy --strict of a program beside the packages: their types count, and what it finds inside them is not told."""
+    """Run mypy --strict on a program next to the packages, without errors inside the packages."""
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", f"--cache-dir={cache}"]
     environment = os.environ | {"MYPYPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     return subprocess.run([*command, program], cwd=cache, env=environment, capture_output=True, text=True)

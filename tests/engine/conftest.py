@@ -1,5 +1,3 @@
-"""What tests of compiled layers share."""
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -9,7 +7,7 @@ from bass_core.gpu import compiled_layers
 
 @pytest.fixture
 def traced_only(monkeypatch):
-    """Layers are traced and guarded as ever, and run as they were traced: no C++ is written."""
+    """Trace and guard compiled layers, but run the traced graph without generating C++."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     monkeypatch.setattr(compiled_layers, "_compiled", {})
     torch._dynamo.reset()

@@ -1,5 +1,3 @@
-"""Attention over the ragged cache against a plain reference, and the probe that chooses a model's path."""
-
 import gc
 import weakref
 
@@ -12,11 +10,11 @@ from bass_core.model import attention, probe
 from bass_core.model.forward_pass import Pass, running
 
 B, HEADS, KV_HEADS, Q, S, D = 3, 4, 2, 3, 12, 8
-ENDS = [4, 12, 7]  # keys of each row after the pass has written
+ENDS = [4, 12, 7]  # keys per row after the pass
 
 
 def reference(query, key, value, visible, softcap=None, sinks=None):
-    """Plain attention in float64, one row and head at a time, over the visible keys alone: [B, Q, H, D]."""
+    """Return attention [B, Q, H, D] in float64, computed per row and head over the visible keys."""
     out = torch.zeros(B, Q, HEADS, D, dtype=torch.float64)
     for b in range(B):
         for h in range(HEADS):
@@ -66,17 +64,17 @@ def test_window_and_chunk_bound_the_visible_keys():
     assert seen(chunk=4) == [4, 5, 6]
 
 
-def test_models_that_bypass_the_interface_fall_back_to_eager_or_are_refused():
+def test_bypassing_models_use_eager_or_are_refused():
     assert probe.resolve(tiny_model("llama")) == "pad"
     assert probe.resolve(tiny_model("falcon")) == "eager"
-    # Llama 4's chunked layers call the interface with wrong results, and its own code counts positions itself.
+    # Llama 4's chunked layers pass wrong results to the interface, and the model counts positions itself.
     with pytest.raises(ValueError, match=r"pad: its logits are off .* eager: its logits are off"):
         probe.resolve(tiny_model("llama4", attention_chunk_size=8))
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "llama"])
 def test_probe_finds_keys_that_should_be_hidden(monkeypatch, architecture):
-    """A sliding window that is ignored, and stale slots that are seen."""
+    """Two faults: an ignored sliding window, and visible stale slots."""
     original = Pass.visible
     assert probe.probe(tiny_model(architecture, seed=5), "pad") is None
     wrong = {
@@ -96,11 +94,11 @@ def test_probe_leaves_the_model_as_it_was():
     gone = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None  # results of the probe keep no model alive
+    assert gone() is None  # the probe's results keep no model alive
 
 
 def test_unknown_paths_and_kernels_without_a_gpu_are_refused():
     with pytest.raises(ValueError, match="attention must be one of"):
         probe.resolve(tiny_model(), "flash")
-    with pytest.raises(ValueError, match=r"needs the Triton kernels, .* need a CUDA GPU, and the model is on cpu"):
+    with pytest.raises(ValueError, match=r"needs the Triton kernels: .* need a CUDA GPU, and the model is on cpu"):
         bass.generate(bass.ModelPair(tiny_model()), torch.tensor([3, 4]), max_new_tokens=4, attention="ragged")

@@ -1,4 +1,4 @@
-"""Bad input raises a typed error before any forward pass, with the value and a remedy."""
+"""Bad input raises a typed error before any forward pass. The message has the value and a remedy."""
 
 import copy
 from contextlib import contextmanager
@@ -35,7 +35,6 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def unprobed() -> bass.ModelPair:
-    """Models without a probe yet: a refusal comes before that, too."""
     return bass.ModelPair(*(copy.deepcopy(model) for model in (TARGET, DRAFT)), TOKENIZER)
 
 
@@ -45,7 +44,7 @@ def generate(prompts, pair, **options) -> bass.Generation:
 
 @contextmanager
 def refused(kind, *words, pair: bass.ModelPair):
-    """The block raises `kind` with all these words in its message, and no model has run."""
+    """Expect an error of type `kind` with all words, before any model runs."""
     models = [model for model in (pair.target, pair.draft) if isinstance(model, torch.nn.Module)]
     with forward_passes(*models) as passes, pytest.raises(kind) as caught:
         yield
@@ -136,7 +135,7 @@ def test_bad_values_are_refused(unprobed, option, kind, values):
         ({"stop": [""]}, ValueError, "stop"),
         ({"stop": 5}, TypeError, "stop"),
         ({"stop": [5]}, TypeError, "stop"),
-        ({"stop": "a</s>"}, ValueError, "'a</s>' contains '</s>', a special token, which no text shows"),
+        ({"stop": "a</s>"}, ValueError, "'a</s>' contains the special token '</s>', which does not appear"),
     ],
     ids=str,
 )
@@ -172,7 +171,7 @@ def test_named_attention_path_never_falls_back(monkeypatch):
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-BERT_CONFIG = BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **SIZES)  # at 0.02 the look ahead hardly shows
+BERT_CONFIG = BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **SIZES)  # 0.02 hides the look-ahead
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_tokenizers_agree_except_for_more_tokens_at_the_end():
 
 @pytest.fixture(scope="module")
 def padded_pairs():
-    """Target and draft that agree, except for 40 ids of only one of them: {"target": …, "draft": …}."""
+    """Return a target and a draft that agree; one of them has 40 more ids: {"target": …, "draft": …}."""
     large = tiny_model(dtype="float64", vocab_size=VOCABULARY + 40)
     small = copy.deepcopy(large)
     small.resize_token_embeddings(VOCABULARY)
@@ -242,5 +241,5 @@ def test_padded_vocabulary_keeps_drafts_within_the_smaller_one(padded_pairs, lar
     drafted = tokens.token[tokens.kind.isin(["accepted", "rejected"])]
     assert drafted.max() < VOCABULARY
     emitted = torch.cat(out.sequences)
-    assert bool((emitted >= VOCABULARY).any()) == (larger == "target")  # the target alone uses its tail
+    assert bool((emitted >= VOCABULARY).any()) == (larger == "target")  # only the target uses its tail
     assert all(logprobs.isfinite().all() for logprobs in out.logprobs)

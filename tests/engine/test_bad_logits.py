@@ -1,4 +1,4 @@
-"""NaN and infinite logits: an error that commits nothing, or the end of one row alone."""
+"""NaN and infinite logits raise an error without a commit, or end one row."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ import bass_core as bass
 
 PROMPTS = ragged_prompts(5, 9, 13)
 NAN, INFINITY = float("nan"), float("inf")
-CASES = [  # model, its pass in a step, value of the bad logits, temperature
+CASES = [  # model, number of the pass in a step, bad value, temperature
     ("target", 0, NAN, 0.0),
     ("target", 0, INFINITY, 0.8),
     ("target", 0, -INFINITY, 0.0),
@@ -24,14 +24,14 @@ CASES = [  # model, its pass in a step, value of the bad logits, temperature
 
 
 def spoil(logits: torch.Tensor, value: float) -> None:
-    """Set one logit of [..., V] to a value, or all of them to -inf: a model may have some -inf."""
+    """Set one logit of [..., V] to `value`, or all logits to -inf (some -inf are allowed)."""
     logits[..., :] = value if value == -INFINITY else logits
     logits[..., 7] = value
 
 
 @contextmanager
 def spoiled(model, session, row, value, at_pass, tokens=slice(None)):
-    """Spoil the model's logits for one row, after some of its tokens, in pass number `at_pass`, counted from 0."""
+    """Spoil the model's logits of one row after `tokens`, in pass `at_pass` (from 0)."""
     passes = itertools.count()
 
     def hook(module, args, output):
@@ -47,7 +47,6 @@ def spoiled(model, session, row, value, at_pass, tokens=slice(None)):
 
 
 def started_session(steps=1, **options) -> tuple[bass.Session, list]:
-    """A session whose three rows have taken these steps."""
     session = session_over(**options)
     handles = [session.submit(prompt, max_new_tokens=16) for prompt in PROMPTS]
     for _ in range(steps):
@@ -74,7 +73,6 @@ def test_bad_logits_raise_and_commit_nothing(role, at_pass, value, temperature):
 
 @pytest.fixture
 def on_logits():
-    """Add a hook on the logits of all models until the end of the test."""
     hooks = []
 
     def add(change):
@@ -99,7 +97,6 @@ def test_bad_logits_of_a_prefill_raise_and_commit_nothing(value, on_logits):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_minus_infinity_for_some_ids_is_allowed(temperature, on_logits):
-    """Models forbid ids in this way."""
     on_logits(lambda logits: logits[..., 7].fill_(-INFINITY))
     out = bass.generate(PAIR, PROMPTS, max_new_tokens=10, temperature=temperature, eos_token_id=())
     assert out.finish_reasons == ["length"] * 3
@@ -136,7 +133,7 @@ def test_trace_with_nan_is_saved_and_loaded(tmp_path):
     [("pad", 2, 0), ("pad", 3, 1), ("split", 2, 1), ("split", 3, 2), ("eager", 2, 2), ("eager", 3, 0)],
 )
 def test_nan_in_a_freed_slot_does_not_reach_the_next_row(bad_row, max_batch_size, path):
-    """Id 0 has a NaN embedding: keys and values of that row are NaN in every layer."""
+    """Id 0 has a NaN embedding, so keys and values of its row are NaN in every layer."""
     models = [copy.deepcopy(model) for model in (TARGET, DRAFT)]
     for model in models:
         model.get_input_embeddings().weight.data[0] = NAN

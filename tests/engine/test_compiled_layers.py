@@ -1,4 +1,4 @@
-"""Layers through torch.compile: the same tokens, few compilations for all shapes, and a restored model."""
+"""torch.compile keeps the tokens, compiles few graphs for all shapes, and restores the model."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def assert_equals_eager(models, **options) -> bass.Generation:
 
 
 def watched(function):
-    """Record nothing, but refuse what a CUDA graph could not hold."""
+    """Capture nothing, but refuse host access like a CUDA graph."""
     with NothingReadByHost():
         function()
     return function
@@ -39,7 +39,7 @@ def watched(function):
 
 @pytest.fixture
 def graphs(traced_only, monkeypatch):
-    """The compiled graphs as lists of their calls: those of layers, and the small ones around them."""
+    """Return the calls of the compiled graphs: graphs of layers, and small graphs around them."""
     layers, around = [], []
 
     def keep(graph, inputs):
@@ -61,13 +61,13 @@ def test_few_graphs_serve_all_steps_and_sessions(graphs):
     found = assert_equals_eager(models, prompts=ragged_prompts(130, 134), max_new_tokens=24)
     steps = found.trace.steps.query("kind == 'decode'")
     assert steps.step.nunique() > 12 and (steps.drafted < steps.k).any()  # drafts are cut at the end of a row
-    assert len(graphs[0]) == 2  # the draft's one token; its two and the target's three
+    assert len(graphs[0]) == 2  # one draft token; two draft tokens and three target tokens
     assert counters["graph_break"] == {}
     known = dict(counters["stats"])
     decode(models, "compiled")
     assert counters["stats"] == known
     assert not any("forward" in vars(module) for model in models.models for module in model.modules())
-    # A read by the host between compiled parts is noticed.
+    # This hook reads on the host between compiled parts.
     models.target.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * float(args[0].sum() > 0),))
     with pytest.raises(NotRecordable, match="compile='off'"):
         decode(models, "compiled")
@@ -82,12 +82,12 @@ def test_layers_of_every_family_are_traced_whole(architecture):
 
 @pytest.mark.ci
 def test_machine_code_equals_eager(monkeypatch):
-    """By inductor: two tokens in every pass keep the number of graphs at eight."""
+    """Two tokens in every pass keep the number of graphs at eight."""
     monkeypatch.setattr(compiled_layers, "_compiled", {})
     torch._dynamo.reset()
     counters.clear()
     assert_equals_eager(pair(), prompts=PROMPTS[:1], draft_length=1, temperature=0.8, max_new_tokens=24)
-    # One for layers; the norm, rotary factors, where tokens go (2), random numbers, the draw, the check for NaN.
+    # Layers (1); norm, rotary factors, token indices (2), random numbers, draw, NaN check.
     assert counters["stats"]["unique_graphs"] == 8 and counters["inductor"]["extern_calls"] > 0
 
 
@@ -101,7 +101,7 @@ def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
             with bass.Session(models, max_batch_size=rows, draft_length=k, **options) as session:
                 for prompt in ragged_prompts(*range(9, 9 + rows)):
                     session.submit(prompt, max_new_tokens=new)
-                for _ in range(3):  # the prompts, and two steps
+                for _ in range(3):  # the prompts and two steps
                     session.step()
     with bass.Session(models, max_batch_size=8, draft_length=3, **options) as session:
         for index, prompt in enumerate(ragged_prompts(*range(9, 17))):
@@ -109,7 +109,7 @@ def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
         while len(session.rows.live) > 1 or session.rows.waiting:
             session.step()
     layers, around = graphs
-    # Of each model those for one token and for more, for one row and for more.
+    # Per model: one token or more, one row or more.
     assert len(layers) == 8 and counters["graph_break"] == {}
     assert len(around) <= 24
 
@@ -125,7 +125,7 @@ def test_layers_with_a_forward_of_the_owner_are_refused():
 
 
 class Branching(LlamaDecoderLayer):
-    """A layer whose path depends on values, as Mixtral's plain loop over experts."""
+    """A layer with a path that depends on values, like Mixtral's plain loop over experts."""
 
     def forward(self, hidden_states, *args, **options):
         read = float(hidden_states.abs().sum()) >= 0

@@ -1,5 +1,3 @@
-"""Layers with fewer operators on a CPU: the same results, and a model that is restored exactly."""
-
 import pytest
 import torch
 from cpu_models import PROMPTS, logits, model, texts
@@ -16,7 +14,7 @@ from bass_core.model.patching import changed
 
 @pytest.fixture
 def of_any_size(monkeypatch):
-    """Small models take the products for large ones, on every processor."""
+    """Use the products for large models with small models on every processor."""
     monkeypatch.setattr(cpu_layers, "FASTER", True)
     monkeypatch.setattr(cpu_layers, "STREAMED", 0)
     monkeypatch.setattr(cpu_layers, "SMALL", 0)
@@ -46,7 +44,7 @@ def test_products_equal_linear(monkeypatch, large):
 
 @pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
-def test_texts_equal_those_of_plain_layers(monkeypatch, architecture):
+def test_texts_equal_plain_layers(monkeypatch, architecture):
     models = bass.ModelPair(model(architecture), model(noise=0.1))
     found = texts(models), texts(models, temperature=0.7, draft_length=0)
     monkeypatch.setattr(cpu_layers, "changes", lambda model: [])

@@ -1,4 +1,4 @@
-"""Text of tokens as they come, by tokenizers of four kinds: byte-level BPE, byte fallback, WordPiece, Unigram."""
+"""Incremental text with four kinds of tokenizers: byte-level BPE, byte fallback, WordPiece, Unigram."""
 
 import random
 
@@ -12,7 +12,6 @@ WORDS = ["a", " the cat", "日本 é😀", "."]
 
 
 def random_ids(tokenizer, generator: random.Random, length: int) -> list[int]:
-    """Return ids of all kinds: uniform ones, words, special tokens, runs of bytes, the bytes of characters."""
     ids, bytes_of = [], {}
     words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in WORDS]
     for index in range(len(tokenizer)):
@@ -22,7 +21,7 @@ def random_ids(tokenizer, generator: random.Random, length: int) -> list[int]:
     while len(ids) < length:
         kind = generator.randrange(4)
         if kind == 0:
-            ids.append(generator.randrange(len(tokenizer) + 2))  # beyond the vocabulary, too
+            ids.append(generator.randrange(len(tokenizer) + 2))  # also beyond the vocabulary
         elif kind == 1:
             ids.append(tokenizer.eos_token_id)
         elif kind == 2:
@@ -51,12 +50,12 @@ def test_pieces_and_token_texts_join_to_the_text(kind):
         assert "".join(streamed) + text.feed(ended=True) == decoded(tokenizer, ids), ids
         texts = FinalText(tokenizer).token_texts(ids, ended=True)
         assert (len(texts), "".join(texts)) == (len(ids), decoded(tokenizer, ids)), ids
-    assert pieces > 100  # text comes before its row ends
+    assert pieces > 100  # text arrives before the end of the row
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_row_ends_at_the_first_token_after_which_its_text_contains_a_stop_string(kind):
-    """The result does not depend on the size of steps. A match that the next token would take back counts."""
+def test_row_ends_at_the_first_token_with_a_stop_string(kind):
+    """The result does not depend on step sizes. A match counts even if the next token would change the text."""
     tokenizer, generator = KINDS[kind], random.Random(1)
     found = 0
     for _ in range(60):
@@ -84,7 +83,7 @@ def test_row_ends_at_the_first_token_after_which_its_text_contains_a_stop_string
     assert found > 20
 
 
-def test_characters_belong_to_their_last_token_and_stop_strings_to_none():
+def test_characters_belong_to_their_last_token():
     tokenizer = KINDS["byte fallback"]
     ids = tokenizer.convert_tokens_to_ids(["\u2581a", "<0xC3>", "<0xA9>", "</s>", "\u2581the", "\u2581cat"])
 

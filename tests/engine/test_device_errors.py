@@ -1,4 +1,4 @@
-"""Full memory and lost devices: the error names a remedy, and the other rows go on."""
+"""Full memory and lost devices raise errors with a remedy, and the other rows continue."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def pair() -> bass.ModelPair:
 
 
 CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
-FULL = {  # by allocator: its error, and the type that callers get
+FULL = {  # allocator: its error, the type of error for callers
     "cuBLAS": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), torch.OutOfMemoryError),
     "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
     "CPU": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError),
@@ -44,7 +44,7 @@ FULL = {  # by allocator: its error, and the type that callers get
 def test_cache_that_does_not_fit_names_its_size_and_remedies(monkeypatch, pair, cache_memory, allocator):
     expected = generate(pair)
     error, kind = FULL[allocator]
-    elements = (13 + 12 + 1) * 2 * 8  # of a row's keys in one layer: KV slots, KV heads, dimensions
+    elements = (13 + 12 + 1) * 2 * 8  # keys of a row in one layer: KV slots, KV heads, dimensions
     row, zeros = 2 * 2 * elements * 8, torch.zeros  # bytes: keys and values, 2 layers, float64
 
     def limited(*shape, **options):
@@ -54,8 +54,8 @@ def test_cache_that_does_not_fit_names_its_size_and_remedies(monkeypatch, pair, 
         return made
 
     for free, rows in (
-        (2.5 * row, "3 rows were wanted; about 2 would fit. Lower"),
-        (None, "3 rows were wanted. Lower"),
+        (2.5 * row, "3 rows were requested; about 2 would fit. Lower"),
+        (None, "3 rows were requested. Lower"),
     ):
         with monkeypatch.context() as context:
             context.setattr(cache, "free_memory", lambda device, free=free: free and int(free))
@@ -95,7 +95,7 @@ def test_full_memory_is_no_lasting_obstacle_to_kernels(monkeypatch):
             raise next(found)
 
     monkeypatch.setattr(kernel_ops, "load", Kernels)
-    device = torch.device("cpu:0")  # no other test asks for it
+    device = torch.device("cpu:0")  # no other test uses this device
     with pytest.raises(torch.OutOfMemoryError):
         kernel_ops.obstacle(device)
     assert kernel_ops.obstacle(device) == "ImportError: no such symbol"
@@ -103,7 +103,7 @@ def test_full_memory_is_no_lasting_obstacle_to_kernels(monkeypatch):
 
 
 def small_device(monkeypatch, slots: int) -> None:
-    """Every third buffer of more slots finds no memory."""
+    """Let every third buffer with more slots fail."""
     made, allocate = itertools.count(1), RaggedCache.allocate
 
     def limited(own, like, shape):
@@ -186,7 +186,7 @@ def test_cache_that_cannot_grow_leaves_the_live_rows_unharmed(monkeypatch, pair)
     assert_same_results(session, handles, *undisturbed)
 
 
-def test_full_memory_during_the_probe_does_not_condemn_the_model(monkeypatch):
+def test_full_memory_during_the_probe_is_no_refusal(monkeypatch):
     pair = bass.ModelPair(copy.deepcopy(tiny_model(dtype="float64")))
     with monkeypatch.context() as patch:
         fail_at_call(patch, RaggedCache, "allocate", 2, FULL["CPU"][0])
@@ -217,6 +217,6 @@ def test_lost_device_says_to_restart_the_kernel_and_other_errors_pass(monkeypatc
         generate(pair)
     if text in (ASSERTION, ILLEGAL_ACCESS):
         assert not isinstance(caught.value, torch.OutOfMemoryError)
-        assert "restart the kernel" in str(caught.value) and text in str(caught.value)
+        assert "restart the process" in str(caught.value) and text in str(caught.value)
     else:
         assert caught.value is error and error.__cause__ is None

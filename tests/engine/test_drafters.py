@@ -1,5 +1,3 @@
-"""n-gram, suffix and layer-skip drafters, and refusals of what custom drafters return."""
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from bass_core.exactness.randomness import StepKeys
 
 
 def lookup(rows, k, longest=3, shortest=1):
-    """Return the proposals of an NgramDrafter for rows of tokens."""
     lengths = np.array([len(row) for row in rows])
     tokens = torch.full((len(rows), lengths.max() + 4), 7)  # 7s beyond a row's end must not be found
     for line, row in zip(tokens, rows, strict=True):
@@ -29,10 +26,10 @@ def lookup(rows, k, longest=3, shortest=1):
 def test_ngram_drafter_proposes_the_last_continuation():
     for row, k, expected in (
         ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),  # the tokens after 1 2 3
-        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),  # no more than there are
+        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),
         ([5, 3, 8, 3, 9, 3], 1, [9]),  # the most recent occurrence
-        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # a longer ending wins over a more recent shorter one
-        ([1, 2, 3, 4], 3, []),  # nothing repeats
+        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # a longer match wins over a more recent, shorter match
+        ([1, 2, 3, 4], 3, []),  # no repetition
         ([6, 6, 6], 2, [6]),
         ([4], 3, []),
         ([7, 1], 3, []),
@@ -45,7 +42,7 @@ def test_ngram_drafter_proposes_the_last_continuation():
 
 def test_regular_decoding_leaves_the_draft_model_alone():
     models = bass.ModelPair(tiny_model(), tiny_model.__wrapped__(noise=0.1))
-    bass.Session(models, draft_length=0).close()  # the first session tries how the models run
+    bass.Session(models, draft_length=0).close()  # the first session probes the models
     with forward_passes(models.draft) as passes:
         out = bass.generate(models, ragged_prompts(5, 9), draft_length=0, max_new_tokens=8, eos_token_id=())
     assert [len(sequence) for sequence in out.sequences] == [8, 8] and passes == []
@@ -69,7 +66,7 @@ def test_text_of_another_row_is_drafted():
         steps = session.trace.steps.query("kind == 'decode'").groupby("row")
     assert first == second
     assert steps.accepted.sum()[1] > steps.accepted.sum()[0]
-    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill's, up to five at a time
+    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill, at most five per step
 
 
 def test_drafts_end_where_texts_disagree():
@@ -77,7 +74,7 @@ def test_drafts_end_where_texts_disagree():
     mine = drafter.begin(bass.Setting(tiny_model(), ["pad"], 4, 97))
     for place, text in enumerate(([1, 2, 3, 4], [1, 2, 3, 5], [7, 1, 2, 3, 5])):
         mine.ended(place, np.array(text))
-    assert mine._continuation(np.array([9, 1]), 5) == [2, 3, 5]  # 2 and 3 always followed; 5 twice of three times
+    assert mine._continuation(np.array([9, 1]), 5) == [2, 3, 5]  # 2, 3 always followed; 5 two of three times
     assert mine._continuation(np.array([9, 8]), 5) == []
 
 
@@ -111,7 +108,6 @@ def test_oldest_counts_are_forgotten(monkeypatch):
     ],
 )
 def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypatch):
-    """Rows wait for slots, move and end, and two share a prompt."""
     use_on_cpu(monkeypatch)
     target = tiny_model(architecture, dtype="float64")
     prompts = [*ragged_prompts(5, 11, 3, 5), *ragged_prompts(5)]
@@ -135,14 +131,13 @@ def repeated(context, lengths) -> torch.Tensor:
 
 
 class Empty(list, bass.Drafter):
-    """A list cannot be hashed, and an empty one is false."""
+    """An unhashable, empty (falsy) drafter."""
 
     def draft(self, context, lengths, policy):
         return bass.Draft.of(repeated(context, lengths), lengths)
 
 
 def changed(**changes) -> bass.Drafter:
-    """A drafter of the last token whose drafts are changed in these fields."""
 
     def function(context, lengths):
         draft = bass.Draft.of(repeated(context, lengths), lengths)
@@ -159,22 +154,28 @@ def longer(context, lengths) -> bass.Draft:
 WRONG = [
     (changed(tokens=lambda t: t[:1]), r"Returns.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
     (changed(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
-    (changed(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
-    (changed(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
+    (changed(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; expected ids \(torch.int64\)"),
+    (changed(tokens=lambda t: t * 0 + 97), "ids from 97 to 97 .* has 97 ids"),
     (changed(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
     (changed(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
-    (changed(tokens=lambda t: t.to("meta")), "returned tokens on meta, and the rows are on cpu"),
-    (changed(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
+    (changed(tokens=lambda t: t.to("meta")), "returned tokens on meta, but the rows are on cpu"),
+    (changed(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, but at most \[3, 3\] were requested"),
     (changed(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
-    (changed(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
-    (changed(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
-    (changed(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
+    (changed(lengths_host=lambda n: None), "lengths None; expected an array of 2 integers"),
+    (changed(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; expected an array"),
+    (changed(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; expected an array of 2 integers"),
     (changed(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
-    (changed(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
-    (changed(probs=lambda q: torch.ones(2, 3, 97).half() / 97), "probs of torch.float16, in which they are rounded"),
-    (Returns(lambda *_: None), "Returns.draft returned NoneType; wanted is a Draft"),
-    (Returns(repeated), "Returns.draft returned Tensor; wanted is a Draft"),
-    (Returns(longer), r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"),
+    (
+        changed(probs=lambda q: torch.ones(2, 3, 5) / 5),
+        r"probs \[2, 3, 5\]; expected one probability per token of the target",
+    ),
+    (
+        changed(probs=lambda q: torch.ones(2, 3, 97).half() / 97),
+        "probs of torch.float16, which rounds the probabilities",
+    ),
+    (Returns(lambda *_: None), "Returns.draft returned NoneType; expected a Draft"),
+    (Returns(repeated), "Returns.draft returned Tensor; expected a Draft"),
+    (Returns(longer), r"lengths \[7, 7\] of 7 tokens, but at most \[3, 3\]"),
 ]
 
 
@@ -182,7 +183,7 @@ WRONG = [
 def test_wrong_drafts_are_refused(compile, monkeypatch):
     use_on_cpu(monkeypatch)
     for careless, message in WRONG:
-        with pytest.raises(TypeError if "wanted is a Draft" in message else ValueError, match=message):
+        with pytest.raises(TypeError if "expected a Draft" in message else ValueError, match=message):
             pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
             bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=5, compile=compile)
 
@@ -201,7 +202,7 @@ def test_any_object_and_any_integers_will_do():
 
 
 def test_ids_outside_the_vocabulary_are_clamped_and_marked():
-    """Recorded steps cannot check ids on the host."""
+    """Captured steps cannot check ids on the host."""
     draft = bass.Draft.of(torch.tensor([[3, -1], [96, 97], [-1, 5], [0, 400]]), [1, 2, 1, 1]).within(97)
     assert draft.tokens.tolist() == [[3, 0], [96, 96], [0, 5], [0, 96]]
     assert draft.finite.tolist() == [True, False, False, True]  # ids beyond lengths do not count
@@ -222,5 +223,5 @@ def test_nan_probabilities_are_a_row_error(verification, compile, monkeypatch):
     with pytest.raises(FloatingPointError, match="draft model Returns gave NaN"):
         bass.generate(pair, ragged_prompts(5, 7), verification=verification, **options)
     out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
-    assert out.finish_reasons == ["error", "error"]  # the second row has moved to the first slot
+    assert out.finish_reasons == ["error", "error"]  # the second row has moved to slot 0
     assert [len(sequence) for sequence in out.sequences] == [1, 2]

@@ -1,5 +1,3 @@
-"""Ends of rows: limits, EOS and stop strings at any place of a draft, and the text before the end."""
-
 import copy
 
 import pytest
@@ -22,7 +20,7 @@ def test_row_has_exactly_the_requested_tokens(new, draft_length):
 def test_eos_ends_a_row_anywhere_in_a_draft(at):
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
     until = text.index(text[at]) + 1
-    for draft_length, new in ((0, 12), (5, 12), (5, until)):  # as the last token of the limit, too
+    for draft_length, new in ((0, 12), (5, 12), (5, until)):  # EOS also as the last token of the limit
         options = {"draft_length": draft_length, "max_new_tokens": new}
         out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], **options)
         assert (out.sequences[0].tolist(), len(out.logprobs[0]), out.finish_reasons) == (text[:until], until, ["eos"])
@@ -47,7 +45,7 @@ def test_eos_of_the_model_is_the_default():
 
 
 @pytest.mark.parametrize("draft_length", [0, 5])
-def test_row_that_ignores_eos_goes_on(draft_length):
+def test_row_ignoring_eos_continues(draft_length):
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
     with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
         rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
@@ -78,7 +76,7 @@ def test_speller_spells():
 
 
 @pytest.mark.parametrize("draft_length", [0, 3, 8])
-def test_stop_string_ends_a_row_at_the_token_that_completes_it(draft_length):
+def test_stop_string_ends_a_row_at_its_last_token(draft_length):
     for stop in ("t", "he", "e n", "é", "né", "€", "€g", "😀", "😀x", "the né€g😀", "z"):
         out = spell([stop], draft_length)
         before = SPELLED[1 : SPELLED.index(stop)]
@@ -87,12 +85,11 @@ def test_stop_string_ends_a_row_at_the_token_that_completes_it(draft_length):
         assert len(out.logprobs[0]) == len(out.sequences[0])
         assert out.finish_reasons == ["stop"]
     out = spell(["z", "€g", "absent", "né€"], draft_length)
-    assert out.texts == ["the "]  # of the first that is complete
+    assert out.texts == ["the "]  # the first completed stop string ends the row
     assert out.sequences[0].tolist() == tokens_of("the né€")
 
 
 def test_stop_string_is_found_in_new_text_alone():
-    """The prompt is "!", and the last row ends within the bytes of €."""
     for stop, new in (("!t", 12), ("!", 12), ("absent", 12), ("€", len(tokens_of("the né")) + 1)):
         out = spell(stop, new=new)
         assert out.finish_reasons == ["length"]
@@ -104,12 +101,12 @@ def test_first_end_decides_the_reason():
     assert spell(["né"], eos_token_id=n).finish_reasons == ["eos"]
     assert spell(["he"], eos_token_id=n).finish_reasons == ["stop"]
     assert spell(["né"], eos_token_id=e).texts == ["the"]
-    out = spell(["né"], new=len(tokens_of("the né")))  # completed by the last token of the limit
+    out = spell(["né"], new=len(tokens_of("the né")))  # the last token of the limit completes the stop string
     assert (out.finish_reasons, out.texts) == (["stop"], ["the "])
 
 
 def test_special_token_as_stop_string_ends_a_row():
-    """Texts skip special tokens: a search in the text would miss it."""
+    """Texts skip special tokens, so a text search would miss the stop string."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["!"]})
     assert tokenizer.decode(tokens_of("a!b"), skip_special_tokens=True) == "ab"
@@ -141,7 +138,6 @@ def test_results_of_a_running_session_end_before_the_stop_string():
 
 
 def spell_rows(stops, session_stop=(), **options) -> list[bass.Result]:
-    """The speller's text for each row's own stop strings, in one session."""
     options = {"draft_length": 5, "eos_token_id": (), "max_batch_size": len(stops)} | options
     session = bass.Session(SPELLING, stop=session_stop, **options)
     handles = [session.submit("!", max_new_tokens=18, stop=stop) for stop in stops]
@@ -162,5 +158,5 @@ def test_rows_with_different_stop_strings_share_steps():
     probe.resolve(MODEL)
     with forward_passes(MODEL) as passes:
         spell_rows([None, "e n", "é", ()], draft_length=0)
-    assert [rows for rows, _ in passes[:2]] == [1, 4]  # the prompt, then all rows together
-    assert len(passes) == 1 + 17  # a token by the prompt's pass, and one by each step
+    assert [rows for rows, _ in passes[:2]] == [1, 4]  # the prompt, then all rows
+    assert len(passes) == 1 + 17  # one token from the prefill, one per step

@@ -1,4 +1,4 @@
-"""A feature head drafts from the target's hidden states: cached drafts equal recomputation without a cache."""
+"""Drafts of a feature head with a cache equal drafts without a cache."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from bass_core.gpu.overlap import Overlap
 from bass_core.loop.step import EagerStep
 
 TEMPERATURE = 2.0  # p and q of random models overlap: some drafts are accepted, some rejected
-EXACT = 1e-6  # transformers' own code for the path "eager" rounds its softmax to float32
+EXACT = 1e-6  # transformers' code for the path "eager" rounds its softmax to float32
 
 
 def pair_of(architecture="llama", layers=1) -> bass.ModelPair:
@@ -23,8 +23,8 @@ def pair_of(architecture="llama", layers=1) -> bass.ModelPair:
 
 @torch.no_grad()
 def recomputed(pair: bass.ModelPair, text: list[int], drafted: list[int]) -> torch.Tensor:
-    """Return the distributions [K, V] of the drafted tokens, computed without a cache: the head reads the target's
-    hidden states before tokens of the text, and its own before drafted tokens."""
+    """Return the distributions [K, V] of the draft tokens without a cache. Before text tokens the head reads the
+    target's hidden states, before draft tokens its own hidden states."""
     head: FeatureHead = pair.drafter.head.attached(pair.target)
     hidden = pair.target.get_decoder()(torch.tensor([text]))[0]  # [1, S, H]
     features, laws = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1), []
@@ -38,7 +38,6 @@ def recomputed(pair: bass.ModelPair, text: list[int], drafted: list[int]) -> tor
 
 @pytest.fixture
 def drafts(monkeypatch) -> list:
-    """For each step and row: the text before the step, the drafted tokens and their distributions."""
     noted = []
 
     def note(context, draft) -> None:
@@ -78,7 +77,7 @@ def test_drafts_equal_recomputation(policy, compile, drafts, monkeypatch):
     pair = pair_of()
     steps = decode(pair, policy, compile=compile).trace.steps
     assert 0 < steps.accepted.sum() < steps.drafted.sum()
-    assert (steps.accepted == steps.drafted)[steps.drafted > 0].any()  # nothing has read the last draft yet
+    assert (steps.accepted == steps.drafted)[steps.drafted > 0].any()  # no model has read the last draft token yet
     assert worst(pair, drafts) < EXACT
 
 
@@ -116,7 +115,6 @@ def test_rows_draft_independently():
 
 @pytest.mark.parametrize("outer", ["head", "model"])
 def test_interleaved_sessions_keep_their_own_states(outer, drafts):
-    """Two sessions share a target, which keeps hidden states for one of them."""
     with_head = pair_of()
     with_model = bass.ModelPair(with_head.target, tiny_model(dtype="float64", noise=0.1))
     options = {"temperature": TEMPERATURE, "draft_length": 3, "eos_token_id": (), "max_batch_size": 4}
@@ -147,7 +145,7 @@ def test_other_drafters_keep_no_hidden_states():
 def test_misused_heads_are_refused():
     target = tiny_model(dtype="float64")
     head, wider = feature_head(target), tiny_model(hidden_size=64)
-    with pytest.raises(ValueError, match="a feature head for hidden states of 32 cannot draft for LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="a feature head of hidden size 32 cannot draft for LlamaForCausalLM"):
         bass.Session(bass.ModelPair(wider, bass.FeatureDrafter(head)))
     with pytest.raises(ValueError, match=r"draft is a feature head, .*: FeatureDrafter\(head\)"):
         bass.ModelPair(target, head)

@@ -1,4 +1,4 @@
-"""CUDA graphs, stubbed: memory of recordings, failed recordings, and recordings by several threads."""
+"""Stubbed CUDA graphs: memory of captures, failed captures, captures by several threads."""
 
 import time
 import weakref
@@ -15,7 +15,7 @@ from bass_core.gpu.graphs import Graphs, NotRecordable
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Calls to the GPU during recordings. `voids` recordings fail at their end, with the error `said`."""
+    """Record the calls to the GPU during captures. The first `voids` captures fail at the end with the error `said`."""
     calls, gpu = [], SimpleNamespace(voids=0, graphs=weakref.WeakSet())
     gpu.said = "operation failed due to a previous error during capture"
 
@@ -58,7 +58,7 @@ def captures(monkeypatch):
 
 
 def test_failed_recording_is_repeated_once(captures):
-    """Another thread waited for the device. The allocator must leave the recording's pool."""
+    """The failure: another thread waited for the device. The allocator must leave the capture's memory pool."""
     void = ["begin", "run", "end", "end of pool (0, 1)"]
     captures.voids = 1
     captures.record(lambda: captures.calls.append("run"))
@@ -71,8 +71,8 @@ def test_failed_recording_is_repeated_once(captures):
 
 
 def test_cached_memory_is_freed_for_a_recording(captures):
-    """torch's allocator does not use cached memory during a recording."""
-    turns = iter(range(5))  # the fourth is recorded
+    """torch's allocator does not use cached memory during a capture."""
+    turns = iter(range(5))  # the fourth call is captured
 
     def function():
         if next(turns) == 3:
@@ -81,11 +81,10 @@ def test_cached_memory_is_freed_for_a_recording(captures):
 
     replay = captures.record(function)
     assert captures.calls[-7:] == ["end of pool (0, 1)", "clear", "empty", "clear", "begin", "end", "clear"]
-    assert replay is not None and len(captures.graphs) == 1  # the failed recording was freed before the next
+    assert replay is not None and len(captures.graphs) == 1  # the failed capture was freed before the next
 
 
 def test_full_memory_of_the_driver_is_an_out_of_memory_error(captures):
-    """Recordings stay possible, unlike those of functions that cannot be recorded."""
     captures.voids, captures.said = 2, "CUDA error: out of memory"
     with pytest.raises(torch.OutOfMemoryError, match="CUDA error: out of memory"):
         captures.record(lambda: None)
@@ -94,7 +93,7 @@ def test_full_memory_of_the_driver_is_an_out_of_memory_error(captures):
 
 
 def test_interrupted_recording_leaves_nothing(captures):
-    turns = iter(range(4))  # three come before the recording
+    turns = iter(range(4))  # three calls before the capture
 
     def interrupted():
         if next(turns) == 3:
@@ -106,7 +105,7 @@ def test_interrupted_recording_leaves_nothing(captures):
 
 
 def test_threads_record_one_after_the_other():
-    """Threads share a stream, and a recording holds all launches there."""
+    """Threads share a stream, and a capture contains all launches on the stream."""
     running, most = [], []
 
     def record(function):
@@ -119,7 +118,7 @@ def test_threads_record_one_after_the_other():
     def work(number):
         graphs = Graphs(record)
         for key in range(5):
-            graphs.run(key, lambda: record(number))  # a compiler waits for the device, too
+            graphs.run(key, lambda: record(number))  # a compiler, too, waits for the device
             graphs.record(key, lambda: number)
 
     with ThreadPoolExecutor(4) as threads:
@@ -132,4 +131,4 @@ def test_first_call_is_not_recorded():
     assert not graphs.due("sum") and graphs.run("sum", lambda: "called") == "called"
     assert graphs.due("sum")
     graphs.record("sum", lambda: "called")
-    assert graphs.run("sum", lambda: "called") == "replayed" and graphs.made == 2  # met, and recorded
+    assert graphs.run("sum", lambda: "called") == "replayed" and graphs.made == 2  # met, then captured

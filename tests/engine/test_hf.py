@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=bass_generate)` returns what `generate` does, or refuses by name."""
+"""`model.generate(custom_generate=bass_generate)` returns the result of `generate`, or refuses options by name."""
 
 import functools
 import itertools
@@ -36,13 +36,11 @@ ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
 
 
 def by_bass(model=None, **options):
-    """`generate` by bass_generate, on the left-padded batch by default."""
     options = {"max_new_tokens": NEW, "draft_model": small(noise=0.1), **BATCH} | options
     return (model or small()).generate(custom_generate=bass_generate, **options)
 
 
 def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
-    """Return ids that rows generate early and late, for use as EOS."""
     return sequences[:, WIDTH:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:count].tolist()
 
 
@@ -69,18 +67,18 @@ def test_ngram_drafts_and_short_integers_equal_generate():
     "options",
     [
         {"max_new_tokens": None, "max_length": WIDTH + 7},
-        {"max_new_tokens": None},  # the default of generate: 20
+        {"max_new_tokens": None},  # generate's default: 20
         {"attention_mask": None, "pad_token_id": PAD},  # the mask is inferred
-        {"min_length": WIDTH},  # true already
+        {"min_length": WIDTH},
         {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
         {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
         {"suppress_tokens": list(range(10, 60))},
         {"begin_suppress_tokens": list(range(10, 60))},
         {"bad_words_ids": [[each] for each in range(10, 60)]},
-        {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first of them
+        {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first id
         {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # unused without sampling
         {"generation_config": GenerationConfig(max_length=WIDTH + 3, pad_token_id=7)},
-        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},  # counts from the collection of tests
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},  # time counts from the collection of tests
     ],
     ids=lambda options: ",".join(options),
 )
@@ -94,7 +92,7 @@ def test_greedy_with_option_is_generate(options):
 
 
 def test_eos_is_never_a_bad_word():
-    """`generate` ignores bad words that are EOS ids of the call, not of the model."""
+    """`generate` ignores bad words among the EOS ids of the call, but not of the model."""
     model, ends = small(), frequent_ids(small().generate(**BATCH, max_new_tokens=NEW), 4)
     options = {**BATCH, "max_new_tokens": NEW, "eos_token_id": ends, "bad_words_ids": [[each] for each in (*ends, 11)]}
     expected = model.generate(**options)
@@ -114,7 +112,7 @@ def test_repetition_penalty_ignores_padding():
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
-def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
+def test_samples_equal_generate_and_share_prefills():
     pair, options = bass.ModelPair(small(), small(noise=0.1)), {"num_return_sequences": 4, "seed": 5}
     with forward_passes(small()) as passes:
         found = by_bass(do_sample=True, eos_token_id=None, **options)
@@ -123,7 +121,7 @@ def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
     assert torch.equal(found[:, WIDTH:], torch.stack(bass.generate(pair, PROMPTS, **options).sequences))
     assert len(found[:4].unique(dim=0)) > 1
     assert (len(PROMPTS), WIDTH) in passes
-    assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))  # no other prefill
+    assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))
 
 
 def test_sampling_options_with_one_choice_give_greedy_text():
@@ -208,7 +206,7 @@ NEUTRAL = {
 def test_generation_options_are_refused_by_name():
     for option in REFUSED:
         key, value = option.split("=", 1)
-        with pytest.raises(ValueError, match=f"bass_generate cannot honour the generation option {key}=.*: "):
+        with pytest.raises(ValueError, match=f"bass_generate does not support the generation option {key}=.*: "):
             by_bass(do_sample=key != "penalty_alpha", **{key: eval(value)})
 
 
@@ -219,7 +217,7 @@ def test_options_of_the_models_configuration_are_refused(monkeypatch):
 
     with pytest.raises(ValueError, match="no_repeat_ngram_size"):
         by_bass_with(no_repeat_ngram_size=2, pad_token_id=PAD)
-    # hub models set these; generate drops the cache
+    # hub models set these options; generate drops the cache
     assert by_bass_with(cache_implementation="hybrid", temperature=0.6, top_k=20).shape == (5, WIDTH + NEW)
     assert torch.equal(by_bass_with(pad_token_id=PAD, **NEUTRAL), by_bass_with(pad_token_id=PAD))
 
@@ -317,8 +315,8 @@ def test_streamer_ends_after_an_error():
         with pytest.raises(kind, match=error):
             by_bass(**ONE, streamer=heard, **options)
         assert heard.given[-1] == "end"
-    with pytest.raises(ValueError, match=r"cannot honour streamer=Heard: .*on_step"):
-        by_bass(streamer=Heard())  # of several rows
+    with pytest.raises(ValueError, match=r"does not support streamer=Heard: .*on_step"):
+        by_bass(streamer=Heard())  # several rows
 
 
 def test_nested_call_sees_its_own_arguments():

@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of the engine: no row is lost, no model is changed, and the texts stay the same."""
+"""Ctrl-C at every line of the engine loses no row, changes no model, and keeps the texts."""
 
 import copy
 import sys
@@ -49,7 +49,7 @@ def logits_of(model) -> torch.Tensor:
 
 
 class Run:
-    """Rows wait, share a prompt, finish, move or are cancelled. Caches grow, and long prompts are read in chunks."""
+    """Rows that wait, share a prompt, finish, move and are cancelled, with growing caches and chunked prefill."""
 
     ROWS = ((SHARED, 3), (OTHER, 6), (SHARED, 12), (OTHER, 5))
     TEMPERATURE = 0.8
@@ -65,7 +65,6 @@ class Run:
         return bass.FixedLength(2)
 
     def to_the_end(self) -> None:
-        """Run on, also after an interrupt. The last row is cancelled after two steps."""
         while not self.session.idle:
             if self.steps == 2:
                 self.session.cancel(self.handles[3])
@@ -78,17 +77,16 @@ class Run:
 
 
 class RunAhead(Run):
-    """Steps are launched before the results of earlier ones are read, and some are taken back."""
+    """A run with overlapped steps. Some steps are discarded."""
 
     ROWS = ((SHARED, 14), (OTHER, 18), (SHARED, 12), (OTHER, 5))
-    TEMPERATURE = 0.0  # an interrupt changes plans; greedy texts stay
+    TEMPERATURE = 0.0  # an interrupt changes plans, but no greedy text
 
     def policy(self) -> bass.DraftLengthPolicy:
         return Fickle(k=2, zeros=3)
 
 
 def traced(function: Callable[[], None], met: Callable[[Line], None]) -> None:
-    """Call `met` before each line of the engine that the function runs."""
 
     def on_line(frame, event, argument):
         if event == "line":
@@ -112,7 +110,7 @@ def lines_of_a_run(pair: bass.ModelPair, run: type = Run) -> list[Line]:
 
 
 def interrupted(run: Run, pending: set[Line]) -> Line | None:
-    """Run on and interrupt at the first of the pending lines. Return that line, or None at the end of the run."""
+    """Interrupt the run at the first pending line. Return the line, or None at the end of the run."""
     found = None
 
     def met(line: Line) -> None:
@@ -133,7 +131,7 @@ SLOW = ["model", "model, launched ahead", "features", "reader"]
 @pytest.mark.parametrize(
     ("draft", "chains"), [("model", 1), *(pytest.param(d, 16, marks=pytest.mark.slow) for d in SLOW)]
 )
-def test_session_interrupted_at_any_line_goes_on_or_refuses(monkeypatch, draft, chains):
+def test_session_interrupted_at_any_line_continues_or_refuses(monkeypatch, draft, chains):
     draft, _, ahead = draft.partition(", ")
     make = RunAhead if ahead else Run
     if ahead:
@@ -167,6 +165,6 @@ def test_session_interrupted_at_any_line_goes_on_or_refuses(monkeypatch, draft, 
                 assert rows == expected[:3]
                 assert text == expected[3][0][: len(text)] and (reason == "cancelled" or text == expected[3][0])
             run.session.close()
-    # Only lines of the commit itself, and of the way out of it, may end a session.
+    # Only lines of the commit and of its error handling may end a session.
     assert {Path(file).name for file, _ in gave_up} <= {"rows.py", "session.py", "environment.py", "interrupts.py"}
     assert len(gave_up) < 40

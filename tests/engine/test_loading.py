@@ -1,5 +1,3 @@
-"""Loading a pair: exact weights, no foreign code, no damaged checkpoint."""
-
 import json
 import pickle
 import shutil
@@ -35,7 +33,6 @@ def draft(tmp_path) -> Path:
 
 
 def edit_weights(folder: Path, edit) -> None:
-    """Apply `edit` to the checkpoint's {name: tensor}."""
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -57,7 +54,7 @@ def test_loaded_pair_is_the_saved_one(target, draft):
 
 @torch.inference_mode()
 def test_capped_scores_stay_capped(tmp_path):
-    """The attention that transformers chooses for Gemma 2 ignores the cap."""
+    """transformers' default attention for Gemma 2 ignores the cap."""
     model, ids = tiny_model("gemma2", vocab_size=BYTES), torch.arange(3, 30)[None]
     loaded = bass.load_pair(save(tmp_path, model)).target
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
@@ -75,7 +72,7 @@ def test_dtype_is_the_requested_one_or_float32_on_a_cpu(tmp_path):
         assert {p.dtype for model in pair.models for p in model.parameters()} == {given}
 
 
-def test_draft_without_a_target_is_one_of_the_embedded_targets():
+def test_draft_without_a_target_fits_the_embedded_target():
     assert bass.load_pair(draft="middle_draft").draft.config.num_hidden_layers == 3
     assert bass.load_pair(draft=ASSETS / "deep_draft").draft.config.num_hidden_layers == 8
     assert isinstance(bass.load_pair(draft=bass.SuffixDrafter()).draft, bass.SuffixDrafter)
@@ -125,7 +122,7 @@ def test_shards_are_loaded_and_a_lost_one_is_refused(target):
 
 
 class Plant:
-    """Unpickled, it creates a file."""
+    """Unpickling a Plant creates a file."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -142,7 +139,7 @@ class Plant:
 def test_pickled_checkpoint_is_refused_and_not_unpickled(target, draft, tmp_path, role, write):
     folder, plant = {"target": target, "draft": draft}[role], Plant(tmp_path / "unpickled")
     write({"lm_head.weight": plant}, folder / "pytorch_model.bin")
-    bass.load_pair(target, draft=draft)  # safetensors win
+    bass.load_pair(target, draft=draft)  # safetensors take precedence
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for _ in ("planted", "harmless"):
@@ -151,11 +148,10 @@ def test_pickled_checkpoint_is_refused_and_not_unpickled(target, draft, tmp_path
         torch.save(tensors, folder / "pytorch_model.bin")
     assert not plant.file.exists()
     pickle.loads(pickle.dumps(plant))
-    assert plant.file.exists()  # the plant works
+    assert plant.file.exists()
 
 
 def in_shards(folder: Path, shard: str) -> Path:
-    """Move the folder's weights to one file that an index names."""
     tensors = load_file(folder / "model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -164,7 +160,7 @@ def in_shards(folder: Path, shard: str) -> Path:
 
 
 def put_into_hub(hub: Path, name: str, **revisions: Path) -> Path:
-    """Add a model to a hub's cache. Return the file that names the revision `main`, the first of these."""
+    """Add a model to a hub cache. Return the reference file of `main`, which names the first revision."""
     model = hub / f"models--owner--{name}"
     for commit, folder in revisions.items():
         shutil.copytree(folder, model / "snapshots" / commit)
@@ -178,7 +174,7 @@ def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch
     for number, shard in enumerate(("weights.bin", "../elsewhere.safetensors", "below/s.safetensors", ".safetensors")):
         target = Path(shutil.copytree(draft, tmp_path / f"{number}/target"))
         in_shards(target, shard)
-        with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
+        with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a weights file"):
             bass.load_pair(target)
 
 
@@ -206,7 +202,7 @@ def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, m
     loaded = bass.load_pair("owner/model").target
     assert main.read_text() == bad
     assert torch.equal(loaded.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
-    with pytest.raises(ValueError, match=r"'owner/model' \(safetensors .* only\): it names 'weights.bin' as a file"):
+    with pytest.raises(ValueError, match=r"'owner/model' \(safetensors .* only\): the checkpoint names 'weights.bin'"):
         bass.load_pair("owner/model")
 
 
@@ -223,13 +219,13 @@ def test_kernels_of_a_config_are_fetched_only_by_permission(target, weights):
         edit_json(target / "config.json", **{field: wanted})
         with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
             named_pair(target, weights=weights)
-    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was requested
+    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # kernels were requested
         named_pair(target, weights=weights, trust_remote_code=True)
 
 
 @pytest.fixture
 def executed(target, tmp_path, monkeypatch) -> Path:
-    """Plant code in the target's folder. The returned file exists after an import of the code."""
+    """Plant code in the target's folder. An import of the code creates the returned file."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     file = tmp_path / "executed"
@@ -299,7 +295,6 @@ PANICS = "tokenizer of .*target': the tokenizer failed on a text: "
 
 
 def gives_up_on(letter: str) -> dict:
-    """A step of a tokenizer whose regular expression gives up on long runs of a letter: the library panics."""
     return {"type": "Replace", "pattern": {"Regex": f"(?:{letter}+{letter}+)+\\d"}, "content": ""}
 
 
@@ -315,7 +310,7 @@ def gives_up_on(letter: str) -> dict:
         ("config.json", {"torch_dtype": "nn"}, "torch_dtype in config.json .* got 'nn'"),
         ("config.json", {"dtype": "int8"}, "dtype in config.json .* got 'int8'"),
         *(
-            ("config.json", {"transformers_weights": named}, f"target'.* names '{named}' as a file of weights")
+            ("config.json", {"transformers_weights": named}, f"target'.* names '{named}' as a weights file")
             for named in ("../other.safetensors", "other.bin", "model.safetensors.index.json")
         ),
         ("tokenizer.json", {"normalizer": gives_up_on("q")}, f"{PANICS}.*retry-limit"),
@@ -324,7 +319,7 @@ def gives_up_on(letter: str) -> dict:
     ids=str,
 )
 def test_damaged_files_are_refused(target, file, changes, message):
-    """changes: of fields, or the text of the file, or the number of bytes that are left of it."""
+    """changes: new fields, the text of the file, or the remaining number of bytes."""
     path = target / file
     if isinstance(changes, dict):
         edit_json(path, **changes)
@@ -335,7 +330,7 @@ def test_damaged_files_are_refused(target, file, changes, message):
             named_pair(target, weights=weights)
 
 
-def test_integer_tensors_that_an_architecture_ignores_are_no_weights(tmp_path):
+def test_ignored_integer_tensors_are_no_weights(tmp_path):
     folder = save(tmp_path, tiny_model("gpt2", vocab_size=BYTES))
     mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
     edit_weights(folder, lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))
@@ -345,11 +340,11 @@ def test_integer_tensors_that_an_architecture_ignores_are_no_weights(tmp_path):
 ABSURD = {
     "llama": {"num_hidden_layers": 10**7, "vocab_size": 10**8, "hidden_size": 10**6, "head_dim": 10**9},
     "gpt2": {"n_layer": 10**18, "n_positions": 10**8, "num_labels": 10**10},
-    "gpt_neo": {"attention_types": [[["global", "local"], 10**10]], "max_position_embeddings": 2**13},  # buffers
+    "gpt_neo": {"attention_types": [[["global", "local"], 10**10]], "max_position_embeddings": 2**13},  # large buffers
     "gptj": {"n_positions": 10**9},
     "opt": {"num_hidden_layers": 100, "ffn_dim": 10**8},
     "mixtral": {"num_local_experts": 10**7},
-    "switch_transformers": {"num_experts": 10**7},  # a module each
+    "switch_transformers": {"num_experts": 10**7},  # one module each
 }
 
 
@@ -368,8 +363,8 @@ def test_absurd_sizes_are_refused_at_once(tmp_path, architecture):
         (folder / "config.json").write_text(original)
         edit_json(folder / "config.json", **{field: value})
         for weights in ("hub", "dummy") if (field, value) == ("num_hidden_layers", 10**7) else ("hub",):
-            began = time.process_time()  # other programs do not count
-            words = rf"config\.json (asks for {field}=\d+|describes a model of [0-9,]+ (para|modules|bytes))"
+            began = time.process_time()  # excludes the time of other programs
+            words = rf"config\.json (has {field}=\d+|describes a model of [0-9,]+ (para|modules|bytes))"
             with pytest.raises(ValueError, match=words):
                 named_pair(folder, weights=weights)
             assert time.process_time() - began < 1
@@ -401,7 +396,7 @@ def test_draft_with_another_tokenizer_is_refused(target, draft):
         edit_json(draft / "tokenizer_config.json", **{role: token})
         with pytest.raises(ValueError, match=f"tokenizers differ: {role} is '</?s>' for the target and '{token}'"):
             bass.load_pair(target, draft=draft)
-        edit_json(draft / "tokenizer_config.json", **{role: None})  # many have no BOS
+        edit_json(draft / "tokenizer_config.json", **{role: None})  # many tokenizers have no BOS
         bass.load_pair(target, draft=draft)
     byte_tokenizer(swap=(100, 200)).save_pretrained(draft)
     with pytest.raises(ValueError, match="tokenizers differ: id 100"):
@@ -419,5 +414,5 @@ def test_tokenizer_that_panics_on_one_prompt_is_a_value_error(target):
 def test_models_in_place_of_names_are_refused():
     with pytest.raises(TypeError, match=r"load_pair takes names and folders, got LlamaForCausalLM; .*ModelPair"):
         bass.load_pair(tiny_model())
-    with pytest.raises(TypeError, match=r"name the tokenizer: ModelPair\(model, tokenizer=tokenizer\)"):
+    with pytest.raises(TypeError, match=r"pass the tokenizer by name: ModelPair\(model, tokenizer=tokenizer\)"):
         bass.ModelPair(tiny_model(), byte_tokenizer())

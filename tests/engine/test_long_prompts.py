@@ -1,4 +1,4 @@
-"""Chunked prefill: the same texts, at most one chunk between two decode steps, and no starvation."""
+"""Chunked prefill keeps the texts, runs at most one chunk between two decode steps, and starves no prompt."""
 
 import copy
 
@@ -24,7 +24,6 @@ COUPLED, TOKEN, BLOCK = ({"temperature": 0.8, "verification": rule} for rule in 
 
 
 def texts(**options) -> list[list[int]]:
-    """Decode rows of all lengths. The second half joins later."""
     session = session_over(max_batch_size=3, **options)
     handles = []
     for prompt in PROMPTS:
@@ -41,7 +40,7 @@ def texts(**options) -> list[list[int]]:
     [
         ("model", BLOCK, "graphs"),
         ("n-gram", COUPLED, "off"),
-        ("suffix", {}, "off"),  # its sampled text depends on other rows, except by coupled verification
+        ("suffix", {}, "off"),  # sampled text depends on other rows, except with coupled verification
         ("features", TOKEN, "graphs"),
     ],
 )
@@ -67,8 +66,6 @@ def test_chunks_around_a_window_change_no_text():
 
 
 class Whole(bass.Drafter):
-    """A drafter without support for chunks that notes its prompts."""
-
     def __init__(self):
         self.prompts = []
 
@@ -87,7 +84,7 @@ def test_drafter_without_chunks_receives_whole_prompts():
 
 
 def kinds(session) -> str:
-    """The session's steps: c for a chunk, p for a prefill, d for a decode step."""
+    """Return the session's steps: c for a chunk, p for a prefill, d for a decode step."""
     steps = session.trace.steps.groupby("step").agg(kind=("kind", "first"), emitted=("emitted", "sum"))
     return "".join("c" if kind == "prefill" and not n else kind[0] for kind, n in steps.itertuples(index=False))
 
@@ -146,7 +143,7 @@ def test_samples_of_a_long_prompt_share_its_chunks():
 
 
 def half_read(**options):
-    """A session with a short row that runs and a long prompt of two rows, two chunks of which were read."""
+    """Return a session with a running short row and a long prompt of two rows, after two chunks of the prompt."""
     session = session_over(max_batch_size=3, prefill_chunk=CHUNK, **options)
     handles = [session.submit(SHORT, max_new_tokens=30)]
     session.step()
@@ -162,7 +159,7 @@ def test_cancelled_row_leaves_its_prefill_to_the_next():
     session.cancel(first)
     session.step()
     assert kinds(session) == "pcdcdc"
-    session.cancel(second)  # the last one ends the prefill
+    session.cancel(second)
     session.step()
     assert kinds(session) == "pcdcdcd"
     again = [session.submit(prompt, max_new_tokens=NEW) for prompt in (OTHER_LONG, LONG)]

@@ -1,5 +1,3 @@
-"""Results: rows and prompts, tables, streams of text, and the rows so far after a Ctrl-C."""
-
 import asyncio
 import time
 
@@ -21,7 +19,7 @@ def generate(prompts=TEXTS, pair=PAIR, **options):
 
 
 def saying(text, tokenizer=TOKENIZER):
-    """A pair whose next token is a function of the position: it continues one token by this text."""
+    """Return a pair with a next token that depends on the position alone: it continues any token with `text`."""
     ids, size = tokenizer(text)["input_ids"], 64
     model = tiny_model.__wrapped__("gpt2", vocab_size=BYTES, n_embd=size)
     with torch.no_grad():
@@ -89,7 +87,7 @@ def test_streamed_pieces_joined_are_the_texts(options):
     out = generate(**options)
     pieces = list(bass.stream(PAIR, TEXTS, **OPTIONS | options))
     assert joined(pieces, len(out)) == out.texts
-    assert len(pieces) > 3 * len(out)  # pieces come while rows run
+    assert len(pieces) > 3 * len(out)  # pieces arrive while rows run
 
 
 @pytest.mark.parametrize(
@@ -184,7 +182,7 @@ def test_asynchronous_stream_lets_other_tasks_run():
 def test_asynchronous_stream_may_be_cancelled(slow_steps):
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(all_pieces(TEXTS * 4), timeout=0.02))
-    assert generate(max_new_tokens=1).texts  # the models are free again
+    assert generate(max_new_tokens=1).texts
 
 
 def test_program_may_end_while_it_streams(slow_steps, caplog):

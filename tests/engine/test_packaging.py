@@ -1,5 +1,3 @@
-"""Installed packages are the tested ones, the wheel is complete, and imports are light."""
-
 import importlib.util
 import json
 import os
@@ -29,7 +27,7 @@ ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())["dependenci
 
 
 def direct_dependencies() -> list[Requirement]:
-    """The base dependencies and those of every extra, without the extras that name this project again."""
+    """Return the base dependencies and the dependencies of all extras, without this project itself."""
     extras = PROJECT["optional-dependencies"].values()
     found = [Requirement(line) for lines in (PROJECT["dependencies"], *extras) for line in lines]
     return [requirement for requirement in found if requirement.name != PROJECT["name"]]
@@ -42,14 +40,14 @@ def pins() -> dict[str, Version]:
 
 
 def run(code: str, cwd: Path = ROOT, *paths: Path) -> str:
-    """Output of `python -c code`. Python puts the folder in which it starts first on sys.path."""
+    """Return the output of `python -c code`. Python puts `cwd` first on sys.path."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": ""}  # empty: unset
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_direct_dependencies_are_pinned_within_their_ranges_and_installed_so():
+def test_direct_dependencies_are_pinned_and_installed():
     assert len(direct_dependencies()) > 20
     for requirement in direct_dependencies():
         name = canonicalize_name(requirement.name)
@@ -59,12 +57,12 @@ def test_direct_dependencies_are_pinned_within_their_ranges_and_installed_so():
             installed = Version(metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-        # torch's version carries its build (+cpu, +cu130): any build of the pinned version will do
+        # torch's version contains the build (+cpu, +cu130): any build will do
         assert Version(installed.public) == pins()[name], "not the tested versions: install with `-c constraints.txt`"
 
 
 def test_transformers_ends_at_the_tested_minor_version():
-    """`transformers_internals` reads names that any later release may change."""
+    """`transformers_internals` uses names that a later release may change."""
     (allowed,) = [each.specifier for each in direct_dependencies() if each.name == "transformers"]
     tested = pins()["transformers"]
     assert tested in allowed and Version(f"{tested.major}.{tested.minor + 1}") not in allowed
@@ -97,7 +95,7 @@ print(json.dumps([core, list(sys.modules), is_kernels_available()]))
 
 
 @pytest.mark.ci
-def test_imports_load_no_extras_and_the_folder_kernels_is_no_package():
+def test_imports_load_no_extras_and_no_kernels_folder():
     core, lab, kernels = json.loads(run(IMPORTS))
     assert not {"plotly", "ipywidgets", "IPython", "papermill", "ray", "typer", "pydantic", "datasets"} & {*core, *lab}
     ours = {name for name in core if name.startswith("bass_")}
@@ -114,7 +112,6 @@ def test_folder_kernels_does_not_hide_the_published_package(tmp_path):
 
 
 def install(folder: Path, build: str) -> Path:
-    """Return the site-packages of a new environment in the folder, with the files that pip would put there."""
     source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

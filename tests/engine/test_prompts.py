@@ -1,5 +1,3 @@
-"""Prompts: texts, conversations, token ids, and the encodings of tokenizers with their padding."""
-
 import copy
 
 import numpy as np
@@ -22,7 +20,6 @@ TEXTS = ["a", "a longer one", "b c"]
 
 
 def tokenizer_with(**changes):
-    """A tokenizer that puts <s> before each text and pads on the left."""
     tokenizer = byte_tokenizer()
     tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
@@ -38,7 +35,6 @@ PAIR = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES,
 
 
 def read(prompts, tokenizer=TOKENIZER):
-    """The token ids of each prompt."""
     return [prompt_ids(each, tokenizer, BYTES).tolist() for each in prompt_list(prompts)]
 
 
@@ -71,7 +67,7 @@ def test_all_forms_of_texts_are_equal():
         [TOKENIZER(text)["input_ids"] for text in TEXTS],
     ):
         assert read(prompts) == [ids_of(text) for text in TEXTS], prompts
-    equal = TOKENIZER(["abc", "xyz"], return_tensors="np")  # as an array they would also make one long prompt
+    equal = TOKENIZER(["abc", "xyz"], return_tensors="np")  # an array could also be one long prompt
     assert read(equal) == [ids_of("abc"), ids_of("xyz")]
     ids, one = ids_of("a text"), [TOKENIZER("a text", return_tensors=kind) for kind in (None, "pt", "np")]
     for prompt in (*one, ids, np.array(ids), torch.tensor([ids])):
@@ -89,7 +85,7 @@ def test_text_with_a_bos_gets_no_second_bos():
     text = TOKENIZER.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     assert text.startswith("<s>") and ids_of(text)[:2] == [1, 1]
     assert read(text) == read(ASKED)
-    assert read("<s><s>a", byte_tokenizer())[0][:2] == [1, 1]  # both are the caller's
+    assert read("<s><s>a", byte_tokenizer())[0][:2] == [1, 1]  # both come from the caller
 
 
 def test_session_takes_the_same_prompts():
@@ -103,7 +99,7 @@ def test_session_takes_the_same_prompts():
     assert chat == bass.generate(PAIR, ASKED, max_new_tokens=4, eos_token_id=()).sequences[0].tolist()
 
 
-UNPROBED = bass.ModelPair(*copy.deepcopy(PAIR.models), TOKENIZER)  # a refusal comes before the probe, too
+UNPROBED = bass.ModelPair(*copy.deepcopy(PAIR.models), TOKENIZER)  # refusals come before the probe
 ONES = torch.ones(2, 3, dtype=torch.int64)
 OUTSIDE = rf"is outside the target's vocabulary.*0 … {BYTES - 1}"
 
@@ -125,9 +121,9 @@ OUTSIDE = rf"is outside the target's vocabulary.*0 … {BYTES - 1}"
         ([ONES], ValueError, r"1-D.*\(2, 3\)"),
         ([[[1, 2], [3, 4]]], ValueError, r"1-D.*\(2, 2\)"),
         (ONES, TypeError, "prompts must be .*attention_mask"),
-        ({"input_ids": ONES}, ValueError, "come with their attention_mask"),
+        ({"input_ids": ONES}, ValueError, "need an attention_mask"),
         ({"input_ids": ONES, "attention_mask": ONES[:1]}, ValueError, "the same shape"),
-        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or behind"),
+        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or after"),
         ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, ValueError, "prompt 0: a prompt is empty"),
         ({"attention_mask": [[1]]}, TypeError, "input_ids"),
         ({"input_ids": ONES[None], "attention_mask": ONES[None]}, ValueError, r"rows of shape \(2, 3"),
@@ -152,7 +148,7 @@ def test_bad_prompts_are_refused_by_number(prompts, kind, message):
     assert passes == []
 
 
-def test_texts_without_ids_and_with_ids_that_the_model_lacks_are_refused():
+def test_texts_with_no_ids_or_unknown_ids_are_refused():
     pair = bass.ModelPair(tiny_model(), tokenizer=byte_tokenizer())
     for text, message in (("", "a prompt is empty"), ("é", "outside the target's vocabulary")):
         with pytest.raises(ValueError, match=message):
@@ -169,7 +165,7 @@ def test_conversation_needs_a_chat_template():
 def test_first_argument_must_be_a_pair(call):
     with pytest.raises(TypeError, match=r"pair must be a ModelPair, got LlamaForCausalLM; .*ModelPair\(model, small"):
         call(PAIR.target)
-    with pytest.raises(TypeError, match=r"got str; load_pair\(\) loads the embedded one"):
+    with pytest.raises(TypeError, match=r"got str; load_pair\(\) loads the embedded pair"):
         call("Qwen/Qwen2.5-0.5B")
-    with pytest.raises(TypeError, match=r"got list; load_pair.*prompts come after it"):
+    with pytest.raises(TypeError, match=r"got list; load_pair.*prompts come after the pair"):
         bass.generate(["x"], PAIR)

@@ -1,4 +1,4 @@
-"""Models that torchao has quantized: `make test-quantized` (conftest.py says why they are apart)."""
+"""Models quantized by torchao: `make test-quantized` (conftest.py explains the separate run)."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from bass_lab.checks import exactness
 WEIGHTS = TorchAoConfig(Int8WeightOnlyConfig())
 
 
-def test_weights_that_torchao_quantizes_decode_as_transformers_does(target, draft):  # noqa: F811
+def test_torchao_weights_decode_like_transformers(target, draft):  # noqa: F811
     pair = bass.load_pair(target, draft, quantization_config=WEIGHTS)
-    assert type(pair.target.lm_head.weight) is type(pair.draft.lm_head.weight)  # neither the head nor the draft is
+    assert type(pair.target.lm_head.weight) is type(pair.draft.lm_head.weight)  # neither head nor draft is quantized
     assert type(pair.target.model.layers[0].mlp.up_proj.weight) is not type(pair.target.lm_head.weight)
     assert greedy(pair) == by_transformers(pair.target) != by_transformers(bass.load_pair(target).target)
 
@@ -35,7 +35,7 @@ def test_quantized_weights_in_half_precision_are_decoded(target):  # noqa: F811
 
 def test_quantized_activations_are_refused_in_float32(target):  # noqa: F811
     config = TorchAoConfig(Int8DynamicActivationInt8WeightConfig())
-    with pytest.raises(ValueError, match=r"cannot be decoded.*Quantize weights alone: quantized activations"):
+    with pytest.raises(ValueError, match=r"cannot be decoded.*Quantize only the weights; quantized activations"):
         greedy(bass.load_pair(target, quantization_config=config))
 
 
@@ -45,7 +45,7 @@ def test_quantized_models_are_verified_in_float32(target):  # noqa: F811
     assert report.passed and [check.name for check in report.checks][1:] == ["sampled law", "coupled identity"]
 
 
-def test_quantized_models_are_cast_by_nobody(target):  # noqa: F811
+def test_quantized_models_are_never_cast(target):  # noqa: F811
     pair = bass.load_pair(target, quantization_config=WEIGHTS, dtype="bfloat16")
     words = r"this needs float32, and quantized models cannot be cast: load .*dtype='float"
     with pytest.raises(ValueError, match=words):

@@ -1,5 +1,3 @@
-"""Adapters that change between two steps make recorded steps record anew."""
-
 import copy
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory

@@ -1,4 +1,4 @@
-"""Recorded steps of fixed shapes give the text, log-probabilities and trace of eager steps."""
+"""Captured steps of fixed shapes give the text, log-probabilities and trace of eager steps."""
 
 import pytest
 import torch
@@ -70,14 +70,13 @@ def test_every_kind_of_policy(case):
     ids=["sliding window", "n-gram", "one model is both", "smaller vocabulary", "larger vocabulary"],
 )
 def test_every_kind_of_model_and_draft(models):
-    """Rows come, move and go."""
     options = {"draft_length": 3, "temperature": 0.8, "max_batch_size": 3, "num_return_sequences": 2, "new": 10}
     assert_same(models(), [prompt % 60 for prompt in PROMPTS[:3]], **options)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])
 def test_idle_rows_stay_within_the_context(architecture):
-    """Learned positions end with the context: one row is at its end while another drafts."""
+    """Learned positions end with the context. One row reaches its end while another row drafts."""
     changes = {"n_positions": 48} if architecture != "opt" else {"max_position_embeddings": 48}
     models = bass.ModelPair(*(tiny_model(architecture, dtype="float64", noise=n, **changes) for n in (0.0, 0.1)))
     found = {}
@@ -89,7 +88,6 @@ def test_idle_rows_stay_within_the_context(architecture):
 
 
 def test_reserve_beyond_the_context():
-    """MPT has no bias past the last position."""
     models, prompts = pair("mpt"), ragged_prompts(8, 60)
     with session(models=models, max_batch_size=2) as running:
         handles = submitted(running, prompts[:1], 44)
@@ -131,7 +129,7 @@ def test_deterministic_mode_records_anew():
         assert running.device_step.recordings == made
         try:
             torch.use_deterministic_algorithms(True)
-            running.step()  # was launched ahead
+            running.step()  # launched ahead
             running.step()
             assert running.device_step.recordings == made + 2  # a draft phase and a verification
         finally:
@@ -147,11 +145,11 @@ def test_draft_buffers_grow_within_the_limits_of_rows():
     assert recorded.trace.steps.k.max() > 8
 
 
-def test_last_steps_of_a_row_need_no_recordings_of_their_own():
+def test_last_steps_of_a_row_need_no_captures():
     with session(draft_length=5, temperature=0.8) as running:
         texts(running, submitted(running, PROMPTS[:1]))
         decoded = running.trace.steps.query("kind == 'decode'")
-        assert decoded.drafted.iloc[-1] < 5 and running.device_step.graphs.made == 4  # both phases, met and recorded
+        assert decoded.drafted.iloc[-1] < 5 and running.device_step.graphs.made == 4  # both phases, met and captured
 
 
 def test_catching_up_of_the_draft_model_is_recorded(monkeypatch):
@@ -159,7 +157,7 @@ def test_catching_up_of_the_draft_model_is_recorded(monkeypatch):
         texts(running, submitted(running))
         handles = submitted(running)
         running.step()
-        monkeypatch.setattr(running.drafter.runner, "feed", pytest.fail)  # a pass that is launched
+        monkeypatch.setattr(running.drafter.runner, "feed", pytest.fail)  # an eager pass
         assert all(len(text) == 40 for text in texts(running, handles))
 
 
@@ -167,7 +165,7 @@ def test_least_recently_used_recording_makes_room():
     graphs = Graphs(lambda function: function, most=2)
     for key in "ab":
         graphs.record(key, lambda: None)
-    graphs.run("a", pytest.fail)  # replayed, not called
+    graphs.run("a", pytest.fail)
     graphs.record("c", lambda: None)
     assert [key in graphs for key in "abc"] == [True, False, True]
 
@@ -184,7 +182,7 @@ def test_interrupted_step_is_repeated(monkeypatch, phase):
     with session(**options) as running:
         handles, graphs = submitted(running, new=20), running.device_step.graphs
         running.step()
-        running.step()  # the first with drafts: the next is recorded
+        running.step()  # the first step with drafts; the next step is captured
         for _ in range(3 if phase == "commit" else 1):
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 if phase == "record":
@@ -279,7 +277,7 @@ def test_unavailable_compile_option_is_refused(monkeypatch):
             bass.generate(pair(), PROMPTS[:1], max_new_tokens=4, **options)
 
 
-def test_auto_records_on_a_gpu_where_nothing_forbids_it(monkeypatch):
+def test_auto_captures_graphs_on_a_supported_gpu(monkeypatch):
     monkeypatch.undo()
     for device, paths, trace, expected in (
         ("cpu", ["pad", "pad"], "steps", "off"),

@@ -1,4 +1,4 @@
-"""An interrupt or an error leaves models and memory as they were. A second run gives the same tokens."""
+"""An interrupt or an error restores models and memory. A second run gives the same tokens."""
 
 import copy
 import gc
@@ -17,7 +17,6 @@ from bass_core.model.forward_pass import Pass, current_pass
 
 
 def states(pair: bass.ModelPair) -> list[dict]:
-    """Everything of the models that `generate` might change and must not."""
     return [
         {
             "configuration": copy.deepcopy(model.config.to_dict()),
@@ -33,16 +32,16 @@ def states(pair: bass.ModelPair) -> list[dict]:
 
 
 class Interruption(Exception):
-    """An error that the library does not know."""
+    pass
 
 
 class Caller:
-    """Its function is called after each step, while samples wait."""
+    """The engine calls `on_step` after each step, while samples wait."""
 
     on_step = staticmethod(lambda event: None)
 
 
-# The call that raises, given the pair, and the number of that call.
+# The function that raises, and the number of the call.
 PHASES = {
     "mask of a pass": (lambda pair: (Pass, "visible"), 3),
     "draft prefill": (lambda pair: (pair.draft, "forward"), 1),
@@ -91,7 +90,7 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
         fail_at_call(patch, *where(pair), number, error)
         with pytest.raises(type(error)) as caught:  # holds the traceback and its frames, as sys.last_traceback does
             generate(pair, on_step=lambda event: Caller.on_step(event), **options)
-    assert error in (caught.value, caught.value.__cause__)  # `Interrupted` has the KeyboardInterrupt as its cause
+    assert error in (caught.value, caught.value.__cause__)  # the KeyboardInterrupt is the cause of `Interrupted`
     assert states(pair) == before and current_pass() is None
     assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, **options), expected)
@@ -99,7 +98,7 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
 
 def test_finished_and_refused_calls_leave_everything_as_it_was(pair, before, cache_memory):
     sound = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
-    assert_same(generate(pair), generate(sound))  # without dropout, though the models are in training mode
+    assert_same(generate(pair), generate(sound))  # without dropout, although the models are in training mode
     out = generate(pair, num_return_sequences=2, max_batch_size=4, trace="tokens", repetition_penalty=1.1)
     assert len(out.sequences) == 6 and current_pass() is None
     for options in ({"max_new_tokens": 1000}, {"attention": "flash"}, {"top_p": 0}):

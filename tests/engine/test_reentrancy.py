@@ -1,4 +1,4 @@
-"""Calls of a session from within its step and from other threads, and the numbers of its rows."""
+"""Calls of a session inside a step and from other threads, and the numbers of rows."""
 
 import threading
 
@@ -101,7 +101,7 @@ def test_refused_row_takes_no_number():
     assert session.submit(PROMPTS[0], max_new_tokens=12).row == 0
 
 
-def test_rows_submitted_by_many_threads_have_numbers_of_their_own():
+def test_rows_of_many_threads_have_unique_numbers():
     session, rows = session_over(), []
 
     def submit():
@@ -111,7 +111,7 @@ def test_rows_submitted_by_many_threads_have_numbers_of_their_own():
     assert sorted(rows) == list(range(400)) and len(session.rows.waiting) == 400
 
 
-def test_four_threads_with_pairs_of_their_own_decode_as_alone():
+def test_four_threads_with_separate_pairs_decode_independently():
     pairs = [
         bass.ModelPair(tiny_model(name, dtype="float64"), tiny_model(name, dtype="float64", noise=0.02))
         for name in ("llama", "gpt2", "mistral", "codegen")
@@ -129,7 +129,7 @@ def test_four_threads_with_pairs_of_their_own_decode_as_alone():
     assert found == {index: [texts] * 3 for index, texts in enumerate(expected)}
 
 
-def test_model_that_another_thread_decodes_with_is_refused():
+def test_model_in_use_by_another_thread_is_refused():
     errors = []
 
     def decode():
@@ -146,7 +146,7 @@ def test_on_step_may_decode_with_the_same_models():
     alone, texts, found = greedy_alone(TARGET, PROMPTS[1], 8), generate().sequences, []
 
     def on_step(event):
-        found.append(torch.equal(greedy_alone(TARGET, PROMPTS[1], 8), alone))  # transformers' own `generate`
+        found.append(torch.equal(greedy_alone(TARGET, PROMPTS[1], 8), alone))
         found.append(all(map(torch.equal, generate().sequences, texts)))
 
     assert all(map(torch.equal, generate(on_step=on_step).sequences, texts))

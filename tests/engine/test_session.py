@@ -1,5 +1,3 @@
-"""Rows are submitted, wait, end and are cancelled at any time. The tokens of other rows stay the same."""
-
 import itertools
 from collections import defaultdict
 
@@ -65,8 +63,8 @@ def test_no_model_runs_for_an_idle_session_or_a_spent_budget(clock):
 
 @pytest.mark.parametrize(
     ("options", "any_length"),
-    # The number of tokens left bounds the last drafts, and thus the random numbers that verification draws. A shorter
-    # sampled row is a prefix of the longer row only if random numbers go by position.
+    # The number of remaining tokens limits the last drafts, and so verification's random numbers. A shorter sampled
+    # row is a prefix of the longer row only if random numbers depend on the position.
     [(SAMPLED, False), (SAMPLED | {"verification": "coupled"}, True)],
     ids=["token", "coupled"],
 )
@@ -109,14 +107,14 @@ def test_cancelled_row_keeps_its_tokens_and_the_others_are_unchanged(cancelled, 
     assert 0 < len(after.sequence) < 20 and after.finish_reason == "cancelled"
     assert torch.equal(after.sequence, before.sequence) and torch.equal(after.logprobs, before.logprobs)
     for row in {0, 1, 2} - {cancelled}:
-        session.cancel(handles[row])  # an ended row stays as it is
+        session.cancel(handles[row])  # no effect on an ended row
         assert_same_result(session.result(handles[row]), alone(row, PROMPTS[row], 20, **options))
 
 
 def test_foreign_handle_is_refused():
     session, foreign = session_over(), session_over().submit(PROMPTS[1], max_new_tokens=8)
     for call in (session.cancel, session.result):
-        with pytest.raises(TypeError, match="the handle that submit returned for it, got 99"):
+        with pytest.raises(TypeError, match="handle must be a Request returned by submit, got 99"):
             call(99)
         with pytest.raises(ValueError, match=r"Request\(row 0, .* is a row of another session"):
             call(foreign)

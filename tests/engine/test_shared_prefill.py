@@ -1,5 +1,3 @@
-"""The samples of a prompt share one prefill. Its cache is kept as long as a sample waits."""
-
 import pytest
 from sessions import DRAFT, PAIR, SAMPLED, TARGET, alone, assert_same_result, generate, run_to_the_end, session_over
 from tiny import forward_passes, ragged_prompts
@@ -12,7 +10,7 @@ LONG = ragged_prompts(30, 28, seed=5)
 
 
 def prefilled_rows(passes) -> int:
-    """Rows in passes over prompts; decoding feeds fewer than ten tokens."""
+    """Count rows in prefill passes. (Decode passes feed fewer than ten tokens.)"""
     return sum(rows for rows, queries in passes if queries >= 10)
 
 
@@ -36,7 +34,7 @@ def test_later_submissions_share_the_kept_cache():
         handles.append(session.submit(LONG[0].tolist(), max_new_tokens=4))
         while handles[0].finish_reason is None:
             session.step()
-        session.cancel(handles[0])  # an ended row takes nothing with it
+        session.cancel(handles[0])  # an ended row frees nothing
         handles.append(session.submit(LONG[0], max_new_tokens=4))
         run_to_the_end(session)
     assert prefilled_rows(passes) == 1
@@ -46,7 +44,6 @@ def test_later_submissions_share_the_kept_cache():
 
 @pytest.fixture
 def saved_caches(monkeypatch):
-    """A function that counts the saved prompt caches in memory."""
     saved, save_row = [], RaggedCache.save_row
 
     def noting(self, place, length):

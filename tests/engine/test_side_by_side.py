@@ -1,4 +1,4 @@
-"""Weights of products over one input share memory. The owner of the model sees no difference."""
+"""Weights of products with the same input share memory, without a visible change for the model's owner."""
 
 import copy
 
@@ -121,7 +121,7 @@ def test_weights_that_change_in_an_open_session_apply_at_once():
 
 
 def test_models_on_a_gpu_are_arranged_before_a_session_records():
-    """Otherwise a session that compiles would move the weights of a recording."""
+    """A session that compiles later would otherwise move the weights of a captured graph."""
     own = model()
     before = storages(own)
     Runner(own, "pad", 1, layers=Execution().layers(torch.device("cpu")))

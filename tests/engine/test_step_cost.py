@@ -1,4 +1,4 @@
-"""The operations of a step do not grow with the batch, and the host waits for the device once."""
+"""The number of operations per step does not depend on the batch size, and the host waits once per step."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def running_session(rows, **options):
     ],
     ids=str,
 )
-def test_step_has_the_same_operations_for_any_batch_size_and_one_copy_to_the_host(monkeypatch, options):
+def test_step_operations_do_not_depend_on_the_batch_size(monkeypatch, options):
     counts, copies = [], []
     for name in ("cpu", "item", "tolist", "__int__", "__float__"):
         original = getattr(torch.Tensor, name)
@@ -38,7 +38,7 @@ def test_step_has_the_same_operations_for_any_batch_size_and_one_copy_to_the_hos
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, counting)
-    for rows in (2, 2, 16):  # the first fills caches of the process
+    for rows in (2, 2, 16):  # the first session fills the caches of the process
         with running_session(rows, **options) as session, Operators() as operators:
             copies.clear()
             session.step()
@@ -52,12 +52,12 @@ def test_cache_is_allocated_once(monkeypatch):
     monkeypatch.setattr(RaggedCache, "allocate", lambda self, *args: (allocations.append(1), original(self, *args))[1])
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     bass.generate(pair, ragged_prompts(3, 9, 5), max_new_tokens=40, max_batch_size=2, eos_token_id=())
-    assert len(allocations) == 2 * (2 + 2)  # keys and values, two layers of each model
+    assert len(allocations) == 2 * (2 + 2)  # keys and values, two layers per model
 
 
 @torch.inference_mode()
 def test_row_of_all_layers_is_moved_or_cleared_by_one_operation():
-    """A deep model has a hundred buffers, and each operation would be a launch on a GPU."""
+    """A deep model has a hundred buffers, and each operation is a launch on a GPU."""
     with running_session(3) as session:
         cache = session.target.cache
         before = [buffer[2].clone() for buffer in cache.buffers()]

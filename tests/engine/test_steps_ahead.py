@@ -1,4 +1,4 @@
-"""A step is launched before the previous step is read. Texts, traces and errors stay those of eager steps."""
+"""Overlapped steps are launched before the previous step is read, with the texts, traces and errors of eager steps."""
 
 import itertools
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def decode_steps(running) -> int:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
+def test_next_step_is_launched_before_a_step_is_read(ahead, monkeypatch, k):
     under_way, on_host = [], overlap.StepReport.on_host
     with session(draft_length=k) as running:
         monkeypatch.setattr(
@@ -49,23 +49,22 @@ def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
         assert texts(running, submitted(running, PROMPTS[:2])) == found
 
 
-def test_rows_that_end_on_eos_keep_nobody_waiting(ahead):
-    """The other rows move up, and the step under way counts for them."""
+def test_rows_ending_on_eos_delay_no_other_row(ahead):
     recorded, _ = assert_same(pair(), PROMPTS, draft_length=2, temperature=1.5, new=50, eos_token_id=range(3, 7))
     assert recorded.finish_reasons.count("eos") > 2
-    assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
+    assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # one step in flight when the last row ended
 
 
-def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
+def test_rows_ending_one_by_one_keep_overlapped_steps(ahead):
     found = {}
     for compile in ("off", "graphs"):
         with session(compile, max_batch_size=4, draft_length=2) as running:
-            for _ in range(3):  # the third time all is recorded
+            for _ in range(3):  # the third time, all graphs are captured
                 handles = [running.submit(prompt, max_new_tokens=12 + 6 * at) for at, prompt in enumerate(PROMPTS[:4])]
                 ahead.clear()
                 found[compile] = texts(running, handles)
             steps = decode_steps(running) / 3
-    assert ahead["taken back"] == 0 and ahead["launched"] >= steps - 4  # the first, and those of smaller batches
+    assert ahead["taken back"] == 0 and ahead["launched"] >= steps - 4  # except after smaller batches
     assert found["graphs"] == found["off"]
 
 
@@ -101,7 +100,6 @@ def test_predicted_length_is_planned_while_no_row_ends(monkeypatch, policy):
 
 
 def test_drafters_are_notified_of_their_own_step(ahead, monkeypatch):
-    """The step under way overwrites the drafts."""
     notified, original = [], bass.ModelDrafter.committed
 
     def committed(self, *given):
@@ -138,7 +136,7 @@ ACTS = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_changes_between_steps_apply_to_the_rows_that_were_read(ahead, act):
+def test_changes_between_steps_apply_to_the_read_rows(ahead, act):
     found = {}
     for compile in ("off", "graphs"):
         with session(compile, max_batch_size=4) as running:
@@ -174,8 +172,8 @@ def test_error_of_a_policy_loses_nothing(ahead, method, k):
 
 
 @pytest.mark.parametrize("on_row_error", [pytest.param("raise", marks=pytest.mark.ci), "finish"])
-def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
-    """The row goes on in the step under way, where its logits are NaN."""
+def test_bad_logits_after_a_rows_end_do_not_matter(ahead, on_row_error):
+    """The row continues in the launched step with NaN logits."""
     ends, found = torch.arange(3, 9), {}
     prompts = [torch.where(torch.isin(prompt, ends), 50, prompt) for prompt in PROMPTS]
 
@@ -196,7 +194,7 @@ def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
 
 
 class Stream:
-    """Stand-in for a CUDA stream. `log` has all waits in order."""
+    """A fake CUDA stream. `log` records all waits in order."""
 
     current: "Stream"
     log: ClassVar[list[tuple]] = []
@@ -230,7 +228,6 @@ def streams(monkeypatch):
 
 
 def test_session_stays_on_its_stream(streams, monkeypatch):
-    """Streams of callers wait for it, and it waits for them."""
     own, other = streams
     with session("off") as running:
         handles = submitted(running, PROMPTS[:2], 9)
@@ -251,7 +248,7 @@ def test_session_stays_on_its_stream(streams, monkeypatch):
             assert Stream.log == THERE_AND_BACK
 
 
-def test_lost_gpu_is_reported_by_the_error_that_lost_it(streams, monkeypatch):
+def test_lost_gpu_reports_the_original_error(streams, monkeypatch):
     own, other = streams
 
     def lost(*_):
@@ -264,7 +261,7 @@ def test_lost_gpu_is_reported_by_the_error_that_lost_it(streams, monkeypatch):
     running._stream = own
     monkeypatch.setattr(bass.FixedLength, "plan", lost)
     with other.inside():
-        with pytest.raises(RuntimeError, match=r"restart the kernel.*device-side assert") as caught:
+        with pytest.raises(RuntimeError, match=r"restart the process.*device-side assert") as caught:
             running.step()
         assert caught.value.__cause__.__context__ is None
         running.close()
@@ -274,7 +271,7 @@ def test_lost_gpu_is_reported_by_the_error_that_lost_it(streams, monkeypatch):
 
 @pytest.mark.parametrize("compile", ["off", "graphs"])
 def test_log_probabilities_of_an_ended_row_are_fetched_a_step_later(ahead, monkeypatch, compile):
-    """Fetching them at once would wait for the step under way. Later the GPU may have failed."""
+    """Fetching at once would wait for the launched step. Later the GPU may have failed."""
     fetched = []
     monkeypatch.setattr(Fetched, "__call__", lambda self: [fetched.append(self), self._copied.numpy()][1])
     with session(compile, draft_length=2) as running:
@@ -287,7 +284,7 @@ def test_log_probabilities_of_an_ended_row_are_fetched_a_step_later(ahead, monke
 
 
 def test_distribution_is_the_targets(monkeypatch):
-    """Enumerated over all random decisions, those of steps that are taken back included."""
+    """All random decisions are enumerated, also in discarded steps."""
     use_fixed_steps(monkeypatch)
     ahead, models = count_ahead(monkeypatch), (tabular(2, seed=1), tabular(2, seed=2))
     fickle = lambda: Fickle(k=1, zeros=1)  # noqa: E731

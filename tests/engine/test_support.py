@@ -1,4 +1,4 @@
-"""docs/SUPPORT.md: a test shows each row of its table. Devices, dtypes, revisions and adapters of models."""
+"""docs/SUPPORT.md: each row of the table has a test. Devices, dtypes, revisions and adapters of models."""
 
 import ast
 import copy
@@ -23,7 +23,7 @@ from bass_lab.named_pairs import named_pair
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 
-def test_outcomes_of_the_table_are_those_of_its_tests():
+def test_table_outcomes_equal_the_tests():
     trees = [ast.parse(path.read_text("utf-8")) for path in Path(__file__).parent.glob("test_*.py")]
     shown = {each.name: each for tree in trees for each in tree.body if isinstance(each, ast.FunctionDef)}
     rows = models_page.rows("support", models_page.SUPPORT)
@@ -49,9 +49,9 @@ def test_device_is_the_requested_one(target, device, weights, monkeypatch):  # n
     [
         (2, "gpu0", r"device must be a device such as 'cuda:0', 'cpu' or 0; got"),
         (2, {"": 0}, r"device must be a device such as 'cuda:0', 'cpu' or 0; got"),
-        (0, "cuda", r"device is cuda, and torch finds no GPU here"),
-        (2, 2, r"device is cuda:2, and torch finds 2 here, from cuda:0 on"),
-        (0, "mps", r"device is mps, which has no float64; verification needs it.*device='cpu'"),
+        (0, "cuda", r"device is cuda, but torch finds no GPU"),
+        (2, 2, r"device is cuda:2, but torch finds 2 GPUs, numbered from cuda:0"),
+        (0, "mps", r"device is mps, which has no float64; verification needs float64.*device='cpu'"),
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix
 
 @pytest.mark.parametrize("name", [None, "feature_head", *OTHERS])
 def test_default_device_of_torch_is_not_used(name):
-    """A notebook may have set it to a GPU while models and ids are on a CPU."""
+    """A notebook may set torch's default device to a GPU while models and ids are on a CPU."""
     options = [{"max_new_tokens": 4} | way for way in (WAYS[1:3] if name else WAYS)]
     role = "target" if name == "encoder_decoder" else "draft"
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def test_default_device_of_torch_is_not_used(name):
 
 
 def placed(model, **devices):
-    """A copy whose weights report these devices, by module name; "rest" is that of all others."""
+    """Return a copy with weights that report these devices, by module name. "rest": all other modules."""
 
     def elsewhere(device):
         return type("Elsewhere", (torch.nn.Parameter,), {"device": torch.device(device)})
@@ -107,7 +107,6 @@ def placed(model, **devices):
 
 
 def test_model_on_a_device_of_its_own_is_refused():
-    """On several devices, or on MPS."""
     model = tiny_model(vocab_size=BYTES)
     with pytest.raises(ValueError, match=r"target LlamaForCausalLM is on several devices \(cuda:0, cuda:1\)"):
         bass.ModelPair(placed(model, lm_head="cuda:1", rest="cuda:0"))
@@ -116,7 +115,7 @@ def test_model_on_a_device_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize(("role", "to"), [("target", "memory"), ("draft", "disk")])
-def test_model_that_accelerate_offloads_is_refused(role, to, tmp_path):
+def test_offloaded_model_is_refused(role, to, tmp_path):
     model = copy.deepcopy(tiny_model(vocab_size=BYTES))
     if to == "memory":
         model = cpu_offload(model, execution_device=torch.device("cpu"))
@@ -126,8 +125,7 @@ def test_model_that_accelerate_offloads_is_refused(role, to, tmp_path):
         bass.ModelPair(**{"target": tiny_model(vocab_size=BYTES), role: model})
 
 
-def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, monkeypatch):  # noqa: F811
-    """The hub's cache holds two revisions of each of two models."""
+def test_each_model_has_its_own_revision(target, draft, tmp_path, monkeypatch):  # noqa: F811
     other = "b" * 40
     put_into_hub(tmp_path / "hub", "target", **{"a" * 40: target, other: draft})
     put_into_hub(tmp_path / "hub", "draft", **{"a" * 40: draft, other: target})
@@ -143,20 +141,19 @@ def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, 
 
 
 UNREADABLE = [
-    ("no-owner/no-model", {}, r"'no-owner/no-model': there is no such folder here, and from the hub: .+\Z"),
+    ("no-owner/no-model", {}, r"'no-owner/no-model': no such folder, and the hub reports: .+\Z"),
     *((name, {}, f"'{name}': no such folder") for name in ("/nope", "../nope", "~/nope", "no/such/folder", "nope/")),
     (Path("nope"), {}, "cannot load 'nope': no such folder"),
-    ("model.safetensors", {}, r"model\.safetensors': it is a file; name the folder"),
+    ("model.safetensors", {}, r"model\.safetensors': it is a file; pass the folder"),
     ("", {"revision": "v1"}, "is a folder, which has no revisions; leave out revision='v1'"),
     ("", {"draft": "", "draft_revision": "v1"}, "is a folder, which has no revisions; leave out revision='v1'"),
-    ("", {"draft_revision": "v1"}, "draft_revision='v1' is of a draft on the hub; got draft=None"),
-    ("", {"weights": "dummy", "revision": "v1"}, "weights='dummy' are made, not read: leave out revision"),
+    ("", {"draft_revision": "v1"}, "draft_revision='v1' needs a draft on the hub; got draft=None"),
+    ("", {"weights": "dummy", "revision": "v1"}, "weights='dummy' reads no checkpoint: leave out revision"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "message"), UNREADABLE, ids=str)
 def test_unreadable_name_is_refused(target, name, options, message, monkeypatch):  # noqa: F811
-    """The empty name is the target's folder."""
     if name in ("", "model.safetensors"):
         name = target / name
     if "draft" in options:
@@ -169,7 +166,6 @@ def test_unreadable_name_is_refused(target, name, options, message, monkeypatch)
 
 
 def test_copy_in_full_precision_has_no_flash_attention():
-    """Flash attention takes half precision only."""
     model = copy.deepcopy(tiny_model(vocab_size=BYTES))
     model.config._attn_implementation = "flash_attention_2"
     assert in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
@@ -204,6 +200,6 @@ def test_adapter_outside_of_the_layers_is_refused():
 
 def test_folder_of_an_adapter_is_refused(tmp_path):
     with_adapter().save_pretrained(tmp_path)
-    words = r"it holds an adapter \(adapter_config\.json\); load the model that it is for"
+    words = r"the checkpoint is an adapter \(adapter_config\.json\); load its base model"
     with pytest.raises(ValueError, match=words):
         bass.load_pair(tmp_path)

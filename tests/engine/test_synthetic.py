@@ -1,4 +1,4 @@
-"""Synthetic acceptance: drafts are accepted as often as requested, row by row, and results are labelled."""
+"""Synthetic acceptance: drafts are accepted at the requested rate in each row, and results are labelled."""
 
 import numpy as np
 import pytest
@@ -28,10 +28,10 @@ def decode_steps(out):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "verification": "coupled"}], ids=str)
 def test_each_draft_is_accepted_with_the_requested_probability(options):
     out = decode("synthetic:0.8", num_return_sequences=2, new=150, **options)
-    found, decisions = out.trace.summary(), 8 * 150 * 0.8  # about as many as tokens, less the last ones of steps
+    found, decisions = out.trace.summary(), 8 * 150 * 0.8  # about as many as tokens, without each step's last token
     assert found["alpha"] == pytest.approx(0.8, abs=4 * np.sqrt(0.8 * 0.2 / decisions))
     assert found["tokens_per_step"] == pytest.approx((1 - 0.8**5) / (1 - 0.8), rel=0.08)
-    # One count for the whole batch would keep it from growing ragged.
+    # A common count would keep the batch from growing ragged.
     counts = decode_steps(out).pivot(index="step", columns="row", values="accepted").dropna().to_numpy()
     assert abs(np.corrcoef(counts, rowvar=False)[~np.eye(8, dtype=bool)]).max() < 4 / np.sqrt(len(counts))
 
@@ -48,7 +48,6 @@ def test_row_draws_the_same_alone_in_a_batch_and_in_recorded_steps(monkeypatch):
 
 
 def saved_trace(path, chances, **changes) -> str:
-    """The option for a recording of one text whose drafts have these probabilities."""
     made = AcceptanceTrace.synthetic(alpha=0.5, length=31, sequences=1)
     chances = chances.astype(np.float32)[None]
     AcceptanceTrace(**vars(made) | {"p": np.ones_like(chances), "q": chances} | changes).save(path)
@@ -58,13 +57,13 @@ def saved_trace(path, chances, **changes) -> str:
 def test_recording_is_followed_position_by_position(tmp_path):
     name = saved_trace(tmp_path / "thirds.npz", np.arange(31) % 3 != 0)
     steps = decode_steps(decode(name, PROMPTS[:1], new=120))
-    positions = (steps.kv_length.to_numpy()[:, None] + np.arange(4)) % 30 + 1  # the first token is the prefill's
+    positions = (steps.kv_length.to_numpy()[:, None] + np.arange(4)) % 30 + 1  # the prefill produces the first token
     kept = (positions % 3 != 0) & (np.arange(4) < steps.drafted.to_numpy()[:, None])
     assert steps.accepted.tolist() == kept.cumprod(1).sum(1).tolist()
 
 
 def test_padding_behind_the_end_of_a_recorded_text_is_not_followed(tmp_path):
-    """Drafts are certain within the text, ten positions long, and impossible behind it."""
+    """Drafts are certain in the ten positions of the text, and impossible after its end."""
     name = saved_trace(tmp_path / "short.npz", np.arange(31) < 11, lengths=np.array([11]))
     assert decode(name, PROMPTS[:1], k=3, new=100).trace.summary()["acceptance_rate"] == 1
 

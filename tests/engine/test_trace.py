@@ -1,5 +1,3 @@
-"""Traces: counts add up, probabilities are the models', files load as they were saved."""
-
 import functools
 import time
 from types import SimpleNamespace
@@ -72,7 +70,7 @@ def test_p_and_q_are_the_models_probabilities(temperature):
     assert tokens[tokens.kind.isin(["regular", "bonus"])].q.isna().all()
 
 
-def test_tokens_per_step_are_those_in_the_text():
+def test_tokens_per_step_count_the_text():
     trace = Trace()
     times = {"draft_ms": 1.0, "verify_ms": 1.0, "other_ms": 0.0}
     counts = {"accepted": np.array([5, 2]), "emitted": np.array([3, 3])}  # row 0: the third draft is EOS
@@ -112,7 +110,7 @@ def test_levels_record_less_and_change_no_text():
 
 
 def test_stopwatch_reuses_its_events_and_stays_on_its_stream(monkeypatch):
-    """On a GPU whose clock advances by 1.5 ms with each event. stream: the caller's."""
+    """The clock of this GPU advances by 1.5 ms per event. stream: the caller's stream."""
     gpu = SimpleNamespace(made=0, now=0.0, recorded=set(), stream="a")
 
     class Event:

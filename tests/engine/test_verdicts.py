@@ -1,5 +1,3 @@
-"""Verdicts of the attention probe: valid for what a model is now, and the model stays as it was."""
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,7 +40,7 @@ def test_changed_model_is_probed_again_and_decoded_as_it_is(change):
 
 
 def mixing(forward):
-    """Return the function with the states of neighbouring tokens mixed, as no batch of rows can have it."""
+    """Return `forward` with mixed states of neighbouring tokens, impossible for a batch of rows."""
     return lambda *arguments: forward(*arguments[:-1], arguments[-1].roll(1, dims=1))
 
 
@@ -67,13 +65,13 @@ def test_refusals_of_a_moment_are_not_kept():
     weight = model.model.layers[0].mlp.up_proj.weight
     value = weight[0, 0].item()
     weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="the own forward pass of LlamaForCausalLM gives NaN or infinite logits"):
+    with pytest.raises(ValueError, match="the forward pass of LlamaForCausalLM gives NaN or infinite logits"):
         greedy(model)
     weight.data[0, 0] = value
     assert greedy(model) == alone(model)
 
 
-def test_logits_that_are_nan_with_a_cache_alone_are_refused():
+def test_nan_logits_over_a_cache_are_refused():
     def spoil(module, args, given, output):
         if given.get("use_cache"):
             output.logits = output.logits * torch.nan
@@ -96,7 +94,6 @@ def test_verdict_under_autocast_is_one_for_autocast(monkeypatch):
 
 
 def state_of(model) -> dict:
-    """Everything that a forward pass may change."""
     owners = {name: vars(module) for name, module in model.named_modules()} | {"config": vars(model.config)}
     tables = {(name, key): value for name, table in owners.items() for key, value in table.items()}
     inner = {(*name, key): each for name, table in tables.items() if type(table) is dict for key, each in table.items()}
@@ -129,7 +126,7 @@ def test_probe_leaves_the_model_as_it_was(kind, options):
     assert all(map(torch.equal, model.buffers(), buffers))
 
 
-def test_model_that_changes_its_attention_with_the_length_of_a_text_is_refused():
+def test_length_dependent_attention_is_refused():
     changes = r"changes BigBirdModel.attention_type from 'block_sparse' to 'original_full'; set it before decoding"
     with pytest.raises(ValueError, match=changes):
         greedy(of_kind("big_bird", is_decoder=True))
@@ -157,7 +154,7 @@ def test_models_of_one_config_object_decode_together():
         other.submit(greedy, draft).result()
 
 
-def test_probe_changes_nothing_that_another_thread_decodes_with(monkeypatch):
+def test_probe_changes_no_model_in_use(monkeypatch):
     model, changed = fresh(architecture="mistral", sliding_window=40), []
     monkeypatch.setattr(probe, "within_reach", changed.append)
     in_use = pytest.raises(RuntimeError, match="is decoding in another thread")

@@ -1,5 +1,3 @@
-"""Models with INT8 and INT4 linear layers: their codes, and decoding with them."""
-
 import copy
 
 import pytest
@@ -33,7 +31,7 @@ def weights(rows: int, columns: int, dtype: str = "float32") -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(5, 32), (3, 560), (7, 33), (1, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_within_half_a_step_of_each_weight(kind, shape):
-    """INT4: a whole step at the end of the range that has one code less."""
+    """INT4: a whole step at the end with one code less."""
     weight = weights(*shape)
     error = (dequantized(*KINDS[kind](weight), shape[1]) - weight).abs()
     if kind == "int8":
@@ -44,7 +42,7 @@ def test_codes_are_within_half_a_step_of_each_weight(kind, shape):
         extreme = group.gather(1, largest)
         step = extreme.abs() / 8
         assert (off <= step * torch.where(group / extreme < -7 / 8, 1.001, 0.501)).all()
-        assert (off.gather(1, largest) <= 1e-6 * step).all()  # the largest is exact
+        assert (off.gather(1, largest) <= 1e-6 * step).all()  # the largest weight is exact
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +56,7 @@ def test_zeros_stay_zeros_and_scales_have_the_models_dtype(kind, dtype):
 
 
 def test_two_int4_codes_share_a_byte():
-    for kind, columns, size in (("int8", 64, 6 * 64), ("int4", 64, 6 * 32), ("int4", 65, 6 * 48)):  # padded
+    for kind, columns, size in (("int8", 64, 6 * 64), ("int4", 64, 6 * 32), ("int4", 65, 6 * 48)):  # with padding
         assert KINDS[kind](weights(6, columns)).weight.nbytes == size
 
 
@@ -66,7 +64,7 @@ def test_two_int4_codes_share_a_byte():
     ("architecture", "kind", "draft_length"),
     [("llama", "int8", 3), ("gpt2", "int4", 0), ("opt", "int8", 3), ("deepseek_v3", "int4", 3), ("mixtral", "int8", 0)],
 )
-def test_batched_text_is_that_of_the_quantized_model_alone(architecture, kind, draft_length):
+def test_batched_text_equals_the_quantized_models_text(architecture, kind, draft_length):
     model = bass.quantized(tiny_model(architecture, seed=3), kind)
     prompts = ragged_prompts(3, 9, 12)
     options = {"max_new_tokens": 8, "draft_length": draft_length, "eos_token_id": ()}
@@ -103,8 +101,8 @@ def test_quantized_copy_shares_all_other_weights():
         assert {tensor.device.type for tensor in (*each.parameters(), *each.buffers())} == {device}
 
 
-def test_quantized_copy_keeps_its_biases_where_the_full_models_weights_move():
-    """A recorded pass of the copy reads them there."""
+def test_quantized_copy_keeps_its_biases_in_place():
+    """A captured pass of the copy reads the biases at their old address."""
     full = copy.deepcopy(tiny_model("qwen2"))
     copied = bass.quantized(full, "int8")
     biases = [each for name, each in copied.named_parameters() if name.endswith("proj.bias")]
@@ -156,7 +154,6 @@ def test_held_pair_is_quantized_as_a_loaded_one(target, draft):  # noqa: F811
 
 
 def test_weights_to_be_quantized_are_read_to_the_host(monkeypatch, target, draft):  # noqa: F811
-    """Only their codes go to the device."""
     read, load_model = {}, model_pair.load_model
 
     def reading(name, *args, **options):
@@ -191,22 +188,22 @@ def test_dummy_weights_are_quantized():
 
 NOWHERE, MODEL = "no-owner/no-model", tiny_model(vocab_size=BYTES)
 WITH_HEAD = bass.ModelPair(MODEL, bass.FeatureDrafter(feature_head(MODEL)))
-REFUSED = [  # a call that takes the folder of a target, and words of the error
+REFUSED = [  # a call for the target's folder, words of the error
     *(
         (lambda _, wrong=wrong: bass.load_pair(NOWHERE, quantize=wrong), "must be one of int8, int4, or by role")
         for wrong in ("int3", "", {}, {"draft": ["int4"]}, {"drafts": "int4"}, {"draft": None}, 8, True)
     ),
     (lambda _: bass.quantized(MODEL, "fp8"), "must be one of int8, int4; got 'fp8'"),
     (lambda _: bass.quantized(bass.quantized(MODEL, "int8"), "int8"), r"LlamaForCausalLM is quantized already \(int8"),
-    (lambda folder: bass.load_pair(folder, quantize="int8", quantization_config=object()), "both say how the target"),
+    (lambda folder: bass.load_pair(folder, quantize="int8", quantization_config=object()), "both apply to the target"),
     (lambda folder: bass.load_pair(folder, draft="target:int4", quantize="int8"), "'target:int4' is quantized already"),
-    (lambda folder: bass.load_pair(folder, quantize={"draft": "int4"}), "what drafts is a NgramDrafter"),
-    (lambda _: bass.load_pair(NOWHERE, "suffix", quantize={"draft": "int4"}), "what drafts is a SuffixDrafter"),
-    (lambda _: WITH_HEAD.quantized({"draft": "int4"}), "what drafts is a FeatureDrafter"),
-    (lambda _: bass.quantized(with_adapter().get_base_model(), "int8"), "has an adapter: merge it first"),
+    (lambda folder: bass.load_pair(folder, quantize={"draft": "int4"}), "a NgramDrafter cannot be quantized"),
+    (lambda _: bass.load_pair(NOWHERE, "suffix", quantize={"draft": "int4"}), "a SuffixDrafter cannot be quantized"),
+    (lambda _: WITH_HEAD.quantized({"draft": "int4"}), "a FeatureDrafter cannot be quantized"),
+    (lambda _: bass.quantized(with_adapter().get_base_model(), "int8"), "has an adapter; merge it first"),
     (
         lambda folder: bass.load_pair(save(folder, bass.quantized(MODEL, "int8"))),
-        "weight is stored as I8; weights are floating-point numbers",
+        "weight is stored as I8; weights must be floating-point",
     ),
 ]
 
@@ -217,8 +214,8 @@ def test_unfit_quantization_is_refused(target, call, message):  # noqa: F811
         call(target)
 
 
-def test_model_of_a_gguf_file_is_quantized_as_a_full_one():
-    """transformers marks such a model as quantized, and its weights are dequantized."""
+def test_gguf_model_is_quantized_like_a_full_model():
+    """transformers marks the model as quantized, but the weights are dequantized."""
     model = tiny_model.__wrapped__()
     model.is_quantized, model.quantization_method = True, "gguf"
     assert bass.quantized(model, "int8") is not model

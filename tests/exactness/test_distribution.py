@@ -1,5 +1,3 @@
-"""Sampled text of tiny real models follows the exact distribution: a G-test of the first tokens' joint."""
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ CASES = [
         (None, {"temperature": 1.0, "top_p": 0.9}),
     )
 ]
-ALPHA = 1e-4 / len(CASES)  # Holm's first, strictest level
+ALPHA = 1e-4 / len(CASES)  # the first, strictest level of Holm's correction
 
 
 def model(**options):

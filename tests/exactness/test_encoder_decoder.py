@@ -1,4 +1,4 @@
-"""Encoder-decoder targets: a batch of sources of different lengths gives the text of each source alone."""
+"""Encoder-decoder targets: a batch of sources of different lengths gives the text of each single source."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def pair_of(kind: str, dtype: str = "float32", draft: str = "model") -> bass.Mod
 
 
 def assert_identical(pair: bass.ModelPair, kind: str, lengths=LENGTHS, samples=1, **options) -> bass.Generation:
-    """Decode sources, and compare with transformers' text of each source alone."""
+    """Decode sources, and compare with transformers' text of each single source."""
     read = sources(kind, *lengths)
     out = bass.generate(pair, read, max_new_tokens=NEW, num_return_sequences=samples, **options)
     changes = {name: value for name, value in options.items() if name == "repetition_penalty"}
@@ -43,7 +43,7 @@ def assert_identical(pair: bass.ModelPair, kind: str, lengths=LENGTHS, samples=1
     return out
 
 
-FEW = [  # a bias by distance, a table of positions, sounds
+FEW = [  # a bias by distance, a table of positions, audio
     ("t5", "float64", "model", 4, "pad"),
     ("t5", "float32", "first layer", PerRow(3), "split"),
     ("pegasus", "float64", "suffix", 4, "eager"),
@@ -54,8 +54,7 @@ OTHERS = [pytest.param(kind, "float32", "model", 4, "pad", marks=pytest.mark.slo
 
 
 @pytest.mark.parametrize(("kind", "dtype", "draft", "length", "path"), FEW + OTHERS)
-def test_greedy_text_is_that_of_the_source_alone(kind, dtype, draft, length, path):
-    """Five sources in three slots: rows wait and take the slots of rows with other sources."""
+def test_greedy_text_equals_the_single_source(kind, dtype, draft, length, path):
     options = {"draft_length": length, "max_batch_size": 3, "attention": path}
     out = assert_identical(pair_of(kind, dtype, draft), kind, **options)
     assert len({tuple(sequence.tolist()) for sequence in out.sequences}) > 2  # the text depends on the source
@@ -92,7 +91,7 @@ def test_rows_join_and_leave_a_session():
 
 
 def test_sampled_text_has_the_targets_distribution():
-    """Every random decision of a row next to a row with another source, enumerated."""
+    """Every random decision of a row is enumerated, next to a row with another source."""
     pair, read = pair_of("t5", "float64"), sources("t5", 4, 9)
     options = {"draft_length": 1, "verification": "block", "trace": "off", "attention": "pad"}
 
@@ -157,7 +156,7 @@ def test_custom_generate_is_generate(monkeypatch, kind):
     assert GenerationMixin.generate(pair.target, **sampled).shape == (2 * len(read), NEW + 1)
 
 
-def test_forced_eos_replaces_an_eos_at_the_last_place():
+def test_forced_eos_replaces_an_eos_at_the_last_position():
     pair, (read,) = pair_of("t5"), sources("t5", 9)
     options = given(pair.target, read) | {"max_new_tokens": NEW, "do_sample": False}
     text = pair.target.generate(**options)[0, 1:].tolist()
@@ -172,7 +171,7 @@ def test_forced_eos_replaces_an_eos_at_the_last_place():
 @pytest.mark.parametrize(
     ("kind", "forced"),
     [
-        ("t5", {"forced_eos_token_id": [11, 4]}),  # the lower one wins
+        ("t5", {"forced_eos_token_id": [11, 4]}),  # the lower id wins
         ("t5", {"forced_bos_token_id": 9, "forced_eos_token_id": 4, "eos_token_id": 9}),  # ends before it begins
         ("mbart", {"forced_bos_token_id": 9, "forced_eos_token_id": 4, "max_new_tokens": 2}),
     ],
@@ -229,9 +228,9 @@ def test_unreadable_source_is_refused(kind, prompt, words):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("bart", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "zeros on the right of each row only"),
-        ("bart", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])}, "zeros on the right of each row only"),
-        ("bart", {"encoder_outputs": ()}, "cannot honour encoder_outputs"),
+        ("bart", {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "zeros only on the right of each row"),
+        ("bart", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])}, "zeros only on the right of each row"),
+        ("bart", {"encoder_outputs": ()}, "does not support encoder_outputs"),
         ("whisper", {}, r"prompt_condition_type.*call bass_core\.generate\(pair, features\)"),
     ],
     ids=["padding on the left", "a hole", "encoder outputs", "Whisper's own generate"],
@@ -255,13 +254,13 @@ BEAMS = GenerationConfig(num_beams=4)
             lambda: bass.generate(pair_of("t5"), sources("t5", 3), generation_config=BEAMS),
             "num_beams=4",
         ),
-        (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "take a draft of the target's kind"),
-        (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "take a draft of the target's kind"),
-        (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "take a draft of the target's kind"),
-        (lambda: lab.record(pair_of("t5"), sources("t5", 3), max_new_tokens=4, temperature=1.0), "reads sources"),
-        (lambda: lab.distance(pair_of("t5"), pair_of("t5").quantized("int8"), sources("t5", 3)), "reads sources"),
-        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), compile="compiled"), "lengths of its sources"),
-        (lambda: pair_of("t5").quantized("int4"), "quantize to int8"),  # of layers that follow their weights' dtype
+        (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "use a draft of the target's kind"),
+        (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "use a draft of the target's kind"),
+        (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "use a draft of the target's kind"),
+        (lambda: lab.record(pair_of("t5"), sources("t5", 3), max_new_tokens=4, temperature=1.0), "encoder-decoder"),
+        (lambda: lab.distance(pair_of("t5"), pair_of("t5").quantized("int8"), sources("t5", 3)), "encoder-decoder"),
+        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), compile="compiled"), "source lengths"),
+        (lambda: pair_of("t5").quantized("int4"), "int4; use int8"),  # INT4 layers need their weights' dtype
     ],
 )
 def test_refused_uses(call, words):

@@ -1,7 +1,7 @@
-"""The engine's exact distribution, by enumeration of every random decision, equals the target's own.
+"""The engine's exact distribution, with every random decision enumerated, equals the target's distribution.
 
-An enumeration costs seconds. The policies of `make test` are those that use each part of the interface: fixed lengths,
-lengths per row and step, stops within a draft, the choice of submitted tokens. The other policies are slow tests.
+An enumeration takes seconds. `make test` runs the policies that cover the interface: fixed lengths, lengths per row and
+step, stops within a draft, the choice of submitted tokens. The other policies are slow tests.
 """
 
 import functools
@@ -69,7 +69,7 @@ def test_joint_distribution_of_two_rows(policy, rule):
 
 
 @pytest.mark.ci
-def test_joint_distribution_of_samples_of_a_prompt_of_which_one_waits():
+def test_joint_distribution_with_a_waiting_sample():
     target, draft = tabular(2, seed=5), tabular(2, seed=6)
     found = law_of_engine(target, draft, 3, lambda: 2, num_return_sequences=2, max_batch_size=1, verification="block")
     assert total_variation(found, exact_law(target, 3, (PROMPT, PROMPT))) < EXACT
@@ -120,7 +120,7 @@ def test_coupled_distribution(policy, new):
 
 
 def coupled_thresholds(models, prompt):
-    """The values of g_0 - g_1 at which a model's choice changes, after any tokens that either model chose."""
+    """Return the values of g_0 - g_1 at which a model's choice changes, after all texts of the models."""
 
     @functools.cache
     def threshold(model, prefix):

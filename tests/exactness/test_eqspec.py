@@ -1,7 +1,4 @@
-"""One test for each bug of naive batch implementations.
-
-"Batch Speculative Decoding Done Right", arXiv 2510.22876.
-"""
+"""One test for each bug of naive batch implementations ("Batch Speculative Decoding Done Right", arXiv 2510.22876)."""
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ PAIR = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", n
 
 @pytest.fixture
 def session():
-    """A running session whose rows accept different numbers of tokens."""
     with bass.Session(PAIR, max_batch_size=4, draft_length=3, eos_token_id=()) as session:
         for prompt in PROMPTS:
             session.submit(prompt, max_new_tokens=30)
@@ -29,7 +25,7 @@ def session():
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Every forward pass as (model, ids, pass)."""
+    """Record every forward pass as (model, ids, pass)."""
     seen, original = [], Runner.run_model
 
     def recording(runner, ids, current):
@@ -80,7 +76,6 @@ def assert_keys_are_those_of_a_prefill(runner, place, ids):
 
 
 def test_caches_are_not_cut_to_the_shortest_row(session):
-    """Each row keeps all keys of its tokens: the cache equals a plain prefill's."""
     for _ in range(4):
         session.step()
         accepted = session.trace.steps.query("step == step.max()").accepted
@@ -110,7 +105,6 @@ def test_bonus_token_enters_both_caches():
 
 @pytest.mark.parametrize("policy", [3, Alternating(k=3, zeros=5)], ids=["always", "after regular steps"])
 def test_draft_has_read_the_whole_row(policy):
-    """q equals the distribution of a draft model that has read the whole row."""
     options = {"draft_length": policy, "max_new_tokens": 40, "temperature": 0.8, "eos_token_id": (), "trace": "tokens"}
     out = bass.generate(PAIR, PROMPTS, **options)
     checked = 0

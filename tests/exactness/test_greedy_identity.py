@@ -1,4 +1,4 @@
-"""Greedy text equals transformers' greedy decoding of each row alone, token for token."""
+"""Greedy text equals transformers' greedy text of each single row, token for token."""
 
 import functools
 from itertools import cycle
@@ -16,7 +16,6 @@ NEW = 14
 
 @functools.cache
 def alone(target):
-    """The text of each prompt by transformers, computed once per model."""
     return [greedy_alone(target, prompt, NEW).tolist() for prompt in PROMPTS]
 
 
@@ -27,7 +26,7 @@ def assert_identical(target, draft, **options):
     return out
 
 
-FEW = ("llama", "gemma3", "phi3", "mixtral", "gpt2", "opt", "ministral3", "falcon")  # each has a code path of its own
+FEW = ("llama", "gemma3", "phi3", "mixtral", "gpt2", "opt", "ministral3", "falcon")  # families with separate code paths
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_every_architecture(architecture, dtype):
     assert_identical(target, draft, draft_length=PerRow(3))
 
 
-# Windows, soft caps, learned positions, and keys that are wider than values. `test_every_policy` decodes others.
+# Windows, soft caps, learned positions, and keys wider than values.
 FEATURES = [("mistral", "split"), ("gemma2", "eager"), ("gpt2", "split"), ("deepseek_v3", "eager")]
 
 
@@ -98,8 +97,8 @@ def test_model_in_training_mode_is_decoded_without_dropout():
 
 
 def test_bf16_divergences_sit_on_near_ties():
-    """Half precision is not bit-equal between batch shapes. A first divergence must sit where the target's two best
-    logits are closer than the rounding of the two computations."""
+    """Half precision is not bit-equal between batch shapes. A row may first diverge only where the target's two best
+    logits are closer than the rounding of both computations."""
     target, draft = tiny_model(dtype="bfloat16"), tiny_model(dtype="bfloat16", noise=0.1)
     options = {"max_new_tokens": 40, "eos_token_id": (), "trace": "off"}
     plain, drafted = (bass.generate(bass.ModelPair(target, draft), PROMPTS, draft_length=k, **options) for k in (0, 4))

@@ -1,5 +1,3 @@
-"""The batch, the order of rows and stale memory change no text. A perfect draft is accepted always."""
-
 import pytest
 import torch
 from sessions import run_to_the_end
@@ -73,7 +71,7 @@ POLICIES = library_policies(limit=8)
     ],
     ids=["good-per row-2", "good-unsure-8", "good-ragged budget-8", "useless-k=5-2", "perfect-alternating-2", "n-gram"],
 )
-def test_coupled_text_is_that_of_regular_decoding(draft, policy, places):
+def test_coupled_text_equals_regular_decoding(draft, policy, places):
     options = {"temperature": 0.9, "max_new_tokens": 16, "verification": "coupled", "seed": 11, "trace": "off"}
     regular = bass.generate(bass.ModelPair(TARGET), PROMPTS, draft_length=0, **options)
     pair = bass.ModelPair(TARGET, DRAFTS[draft])
@@ -107,7 +105,7 @@ def test_stale_slots_never_matter(monkeypatch, path, poison, architecture):
 
 @pytest.mark.parametrize(("path", "garbage"), [("pad", 1e4), ("split", torch.nan), ("eager", 1e4)])
 def test_fresh_memory_never_matters(monkeypatch, path, garbage):
-    """Prefill and padding queries read nothing of buffers that begin as garbage."""
+    """Prefill and padding queries read nothing of uninitialized buffers."""
     options = {"max_new_tokens": 12, "draft_length": 3, "attention": path, **NO_EOS}
     clean, allocate = bass.generate(pair_of(), PROMPTS, **options), RaggedCache.allocate
     monkeypatch.setattr(RaggedCache, "allocate", lambda *args: allocate(*args).fill_(garbage))

@@ -1,6 +1,6 @@
-"""Every kind that transformers registers is decoded exactly or refused, as the tables in docs/MODELS.md say.
+"""Every model type of transformers is decoded exactly or refused, as in the tables of docs/MODELS.md.
 
-`make test` decodes a kind of each outcome and path; the others are slow tests.
+`make test` decodes one type for each outcome and path. The other types are slow tests.
 """
 
 import re
@@ -25,7 +25,7 @@ def quiet():
 
 
 def without_numbers(reason: str) -> str:
-    """Errors of logits differ between machines."""
+    """Remove logit differences, which vary between machines."""
     return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", reason)
 
 
@@ -36,8 +36,7 @@ def table_of(section: str, columns) -> dict[str, kinds.Finding]:
 
 TABLE = table_of("kinds", kinds.COLUMNS)
 READING = table_of("reading kinds", reading_kinds.COLUMNS)
-# Exact on the path "eager" (test_greedy_identity.py and test_encoder_decoder.py decode others), and refused: for a
-# state, for an error, for logits that differ, for an encoder.
+# One exact type on the path "eager", and types refused for a state, an error, differing logits, and an encoder.
 FEW = ("big_bird", "mamba", "bloom", "camembert", "led")
 CASES = [(module, kind) for module, table in ((kinds, TABLE), (reading_kinds, READING)) for kind in table]
 

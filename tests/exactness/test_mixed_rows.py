@@ -1,5 +1,3 @@
-"""Rows of one session with different sampling options: each has the distribution and the text that it has alone."""
-
 import pytest
 import torch
 from recording import use_fixed_steps, use_on_cpu
@@ -25,7 +23,7 @@ NEW = 10
 
 
 def mixed(ways=WAYS, **options) -> list[bass.Result]:
-    """A row per prompt with its own options; most rows join after two steps."""
+    """Decode a row per prompt with its own options. Most rows join after two steps."""
     session = session_over(max_batch_size=4, **options)
     handles = []
     for prompt, way in zip(PROMPTS, ways, strict=True):
@@ -93,7 +91,7 @@ SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in 
 
 
 def seeded_alone(index: int, **options) -> list[int]:
-    """The text of a seeded row in a session of its own, with another row number."""
+    """Return the text of a seeded row from a separate session, with another row number."""
     session = session_over(max_batch_size=1, **options)
     handle = session.submit(PROMPTS[index], max_new_tokens=NEW, row=99, **SEEDED[index])
     run_to_the_end(session)
@@ -104,7 +102,7 @@ def seeded_alone(index: int, **options) -> list[int]:
     ("rule", "compile"),
     [("token", "graphs"), ("block", "off"), pytest.param("coupled", "graphs", marks=pytest.mark.ci)],
 )
-def test_seeded_samples_are_as_in_a_session_of_their_own(monkeypatch, rule, compile):
+def test_seeded_samples_equal_a_separate_session(monkeypatch, rule, compile):
     use_on_cpu(monkeypatch)
     found = mixed(SEEDED, verification=rule, compile=compile, temperature=0.6, seed=1)
     for index, row in enumerate(found):
@@ -112,7 +110,6 @@ def test_seeded_samples_are_as_in_a_session_of_their_own(monkeypatch, rule, comp
 
 
 def test_seed_and_sample_name_the_text():
-    """The default sample is the row's number."""
     session = session_over(max_batch_size=6, temperature=0.9, seed=4)
     own = [{"row": 6}, {"sample": 6}, *({"seed": seed, "sample": n} for seed, n in ((7, 0), (7, 0), (7, 1), (8, 0)))]
     rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **each) for each in own]

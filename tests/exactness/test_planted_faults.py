@@ -1,4 +1,4 @@
-"""The probe and `bass verify` find models whose rows disturb one another, as the table in docs/MODELS.md says."""
+"""The probe and `bass verify` find models with interacting rows, as in the table of docs/MODELS.md."""
 
 import faults
 import models_page
@@ -34,7 +34,6 @@ def test_verify_finds_the_fault_without_the_probe(fault):
 
 @pytest.fixture
 def greedy_check(monkeypatch):
-    """Runs the first check of `bass verify` alone."""
     for other in ("sampled", "coupled", "half"):
         monkeypatch.setattr(four_checks, other, lambda subject: (True, "", {}))
     return lambda model: lab.verify(bass.ModelPair(model), max_new_tokens=8).checks[0]

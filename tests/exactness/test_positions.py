@@ -1,5 +1,3 @@
-"""Rotary factors, windows and scales follow each row's own positions, or the model is refused."""
-
 import pytest
 from sessions import run_to_the_end
 from tiny import CONTEXT, assert_greedy, greedy_alone, ragged_prompts, tiny_model
@@ -13,7 +11,7 @@ ROPE = {"rope_theta": 10000.0, "factor": CONTEXT / SWITCH, "original_max_positio
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
 LONGROPE = ROPE | FACTORS | {"rope_type": "longrope"}
 YARN = ROPE | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}
-BEFORE, CROSSING, BEYOND = 3, SWITCH - 5, SWITCH + 4  # lengths of prompts that get 10 more tokens
+BEFORE, CROSSING, BEYOND = 3, SWITCH - 5, SWITCH + 4  # prompt lengths, for 10 new tokens
 NEW = 10
 
 
@@ -55,7 +53,7 @@ def test_longrope(models, lengths, draft_length, path):
 
 
 def test_longrope_changes_texts():
-    """Else the test above would prove nothing."""
+    """Without a difference the test above would prove nothing."""
     pair, prompt = llama(), ragged_prompts(BEYOND)[0]
     long = greedy_alone(pair.target, prompt, NEW)
     pair.target.config.rope_parameters["original_max_position_embeddings"] = CONTEXT
@@ -64,13 +62,13 @@ def test_longrope_changes_texts():
 
 @pytest.mark.parametrize("length", [SWITCH - NEW + 2, SWITCH])
 def test_row_that_crosses_the_switch_of_phi_is_refused(length):
-    """transformers drops the cache of such a row once it is longer than the switch."""
-    with pytest.raises(ValueError, match=rf"beyond {SWITCH} tokens.*longer than {SWITCH} from the start"):
+    """transformers drops the cache of a row longer than the switch."""
+    with pytest.raises(ValueError, match=rf"rotary factors at {SWITCH} tokens.*prompt of more than {SWITCH} tokens"):
         assert_rows_are_as_alone(phi3(), BEFORE, length)
 
 
 @pytest.mark.parametrize("models", [llama, phi3])
-def test_longrope_of_prompts_that_are_read_in_chunks(models):
+def test_longrope_with_chunked_prompts(models):
     pair, prompts = models(), ragged_prompts(BEFORE, BEYOND, SWITCH - NEW + 1)
     with bass.Session(pair, prefill_chunk=5, draft_length=3, eos_token_id=()) as session:
         handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
@@ -95,7 +93,7 @@ def test_other_ropes(architecture, rope, lengths):
     ("architecture", "changes"),
     [
         ("llama4", {"floor_scale": 8192}),  # scales queries by the cache's length
-        ("gpt_neo", {"window_size": 8}),  # its own mask is right for the longest row alone
+        ("gpt_neo", {"window_size": 8}),  # the model's own mask is right only for the longest row
         ("gpt_neo", {"window_size": 256}),
     ],
 )

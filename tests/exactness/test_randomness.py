@@ -1,5 +1,3 @@
-"""Counter-based random numbers depend on their key alone and pass tests of randomness."""
-
 import weakref
 
 import numpy as np
@@ -47,7 +45,7 @@ def test_step_keys_give_the_numbers_of_single_keys():
 
 
 def test_constants_of_recorded_steps_keep_their_address():
-    """A CUDA graph holds the address alone and keeps no tensor alive."""
+    """A CUDA graph stores only the address and keeps no tensor alive."""
     kept = weakref.ref(randomness._words(5, torch.device("cpu")))
     for slots in range(6, 200):
         randomness._words(slots, torch.device("cpu"))

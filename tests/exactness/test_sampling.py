@@ -1,5 +1,3 @@
-"""Processing of logits equals transformers', in value and in order."""
-
 import pytest
 import torch
 from tiny import assert_greedy, ragged_prompts, tiny_model

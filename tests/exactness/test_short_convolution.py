@@ -1,4 +1,4 @@
-"""Layers with a state: short convolutions in a batch in which rows reject drafts, wait, move and share prompts."""
+"""Short convolutions with a state: rows reject drafts, wait, move and share prompts."""
 
 import functools
 
@@ -56,7 +56,7 @@ def texts(generation: bass.Generation) -> list[list[int]]:
         ("float64", "n-gram", 0, "split"),
     ],
 )
-def test_greedy_text_is_that_of_the_row_alone(dtype, draft, length, path):
+def test_greedy_text_equals_the_single_row(dtype, draft, length, path):
     out = decoded(dtype, draft, draft_length=length, attention=path)
     assert texts(out) == alone(dtype)
     if draft == "model":

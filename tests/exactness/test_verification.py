@@ -1,5 +1,3 @@
-"""Facts of verification rules that the enumeration does not show."""
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ RULES = [verification.token, verification.block]
 
 
 def batch(p, q, seed=0):
-    """Arguments of a rule: B rows of the same p [K + 1, V] and q [K, V], with drafts from q."""
+    """Return arguments of a rule: B rows with the same p [K + 1, V] and q [K, V], and drafts from q."""
     generator = torch.Generator().manual_seed(seed)
     drafted = torch.stack([torch.multinomial(q[k].expand(B, V), 1, generator=generator)[:, 0] for k in range(K)], 1)
     streams = torch.tensor([randomness.stream(seed, row) for row in range(B)])

@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: `pytest -m gpu`. The same cases as in the interpreter, and CUDA graphs."""
+"""The kernels on a CUDA device: `pytest -m gpu`. The interpreter's cases, and CUDA graphs."""
 
 import itertools
 
@@ -22,14 +22,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def sdpa_error(arguments: Case) -> float:
-    """Of torch's own attention, on the rows' live queries: what this precision allows."""
+    """Return the error of torch's attention on live queries: the rounding of this precision."""
     query, key, value, starts, kv_lengths, flags = arguments.filled(0.0)
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     positions = (starts[:, None] + torch.arange(query.shape[2], device="cuda"))[..., None]
     slots = torch.arange(key.shape[2], device="cuda")
     live = (positions >= 0) & (positions < kv_lengths[:, None, None])
     visible = (slots <= positions) & (slots > positions - flags.get("sliding_window", 1 << 30))
-    visible |= ~live  # padding queries see everything, rather than nothing
+    visible |= ~live  # padding queries see all keys, not none
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=visible[:, None], scale=flags.get("scaling"))
     return error(torch.where(live[..., None], out.transpose(1, 2), 0), arguments.expected)
@@ -53,7 +53,7 @@ def test_long_rows_of_many_lengths(dtype):
         arguments = case(lengths, query_length, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
         found = ragged_attention(*arguments.arguments)
         assert error(found, arguments.expected) <= TOLERANCE[dtype]
-        assert torch.equal(found, ragged_attention(*arguments.arguments))  # a moving result would be a race
+        assert torch.equal(found, ragged_attention(*arguments.arguments))  # a race would change the result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -73,8 +73,8 @@ def test_captured_graph_replays_for_other_lengths(dtype, deterministic):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_last_program_of_a_row_sees_the_stores_of_the_others(dtype):
-    """Many pieces per row and many replays over one plan's counters show a wrong memory order."""
+def test_last_program_of_a_row_sees_all_stores(dtype):
+    """Many pieces per row and many replays of a plan's counters reveal a wrong memory order."""
     arguments = case([8000, 30, 4001, 8000], 5, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
     arguments = arguments.filled(0.0)
     work = bass_kernels.make_plan(*arguments[:2], *arguments[3:5])
@@ -93,7 +93,7 @@ def test_last_program_of_a_row_sees_the_stores_of_the_others(dtype):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_captured_plan_serves_passes_while_rows_grow(deterministic):
-    """As in a recorded draft phase of five tokens: two queries, then one at a time, for any lengths."""
+    """Like a captured draft phase of five tokens: two queries, then one query per pass, for all lengths."""
     shape = {"group": 4, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
     arguments = case([4000] * 4, 2, **shape).filled(0.0)
     ends = arguments.kv_lengths
@@ -179,7 +179,7 @@ def test_quantized_drafts_change_no_text_on_a_gpu(kind):
 
 
 def step(rows, drafts, vocabulary, dtype, temperature, certain, seed):
-    """Arguments of `verify`; rows submit 0 … K tokens. `certain`: no draft distributions."""
+    """Return arguments of `verify`; rows submit 0 … K tokens. `certain`: no draft distributions."""
     generator = torch.Generator("cuda").manual_seed(seed)
     on_gpu = {"generator": generator, "device": "cuda"}
     logits = (3 * torch.randn(rows, drafts + 1, vocabulary, **on_gpu)).to(dtype)
@@ -194,7 +194,7 @@ def step(rows, drafts, vocabulary, dtype, temperature, certain, seed):
 
 
 def assert_agrees(found, expected, arguments):
-    """Decisions are equal, unless a uniform number lies within 1e-6 of the boundary."""
+    """Decisions must be equal, except for a uniform number within 1e-6 of the boundary."""
     found, expected = (type(x)(*(field.cpu() for field in x)) for x in (found, expected))
     arguments = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
     if disagreements(found, expected, arguments) == 0:
@@ -206,7 +206,7 @@ def assert_agrees(found, expected, arguments):
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("temperature", [0, 0.2, 1, 1.7, 1e-7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_decisions_on_the_gpu_are_those_of_the_reference(dtype, temperature, certain):
+def test_gpu_decisions_equal_the_reference(dtype, temperature, certain):
     for rows, drafts, vocabulary in ((1, 0, 1), (3, 5, BLOCK - 1), (5, 1, BLOCK), (2, 3, BLOCK + 1), (8, 7, 50257)):
         arguments = step(rows, drafts, vocabulary, dtype, temperature, certain, seed=vocabulary)
         assert_agrees(verify(*arguments), reference.verify(*arguments), arguments)
@@ -247,13 +247,13 @@ def test_the_same_inputs_give_the_same_bits():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(verify(*arguments), first, strict=True))
 
 
-def test_random_numbers_are_those_of_bass_core_to_the_bit():
+def test_random_numbers_equal_bass_core_bit_for_bit():
     assert_same_bits("cuda")
 
 
 @pytest.mark.parametrize("changes", COMMITS, ids=str)
 def test_a_captured_commit_moves_the_rows_as_bass_core_does(changes):
-    """Captured once, replayed over other rows, drafts and logits in the same memory."""
+    """The graph is captured once and replayed with other rows, drafts and logits in the same memory."""
     found = committing(**changes, device="cuda")
     found.by_the_kernels()  # compiles
     torch.cuda.synchronize()
@@ -275,7 +275,7 @@ def test_a_captured_commit_moves_the_rows_as_bass_core_does(changes):
 
 @pytest.mark.parametrize("temperature", [0.2, 1, 1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_draw_on_the_gpu_is_that_of_its_q(dtype, temperature):
+def test_gpu_draw_follows_q(dtype, temperature):
     block = draft_draw.BLOCK
     for rows, vocabulary in ((1, 1), (3, block - 1), (5, block + 1), (8, 50257), (32, 128256)):
         generator = torch.Generator("cuda").manual_seed(vocabulary)

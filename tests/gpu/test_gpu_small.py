@@ -1,6 +1,6 @@
-"""Every kernel on small shapes, with few kernels of torch: for compute-sanitizer (kernels/README.md).
+"""Every kernel on small shapes, with few of torch's kernels, for compute-sanitizer (kernels/README.md).
 
-The slowest test comes last, so that a time limit cuts that one.
+The slowest test comes last, because a time limit may cut off the last test.
 """
 
 import pytest
@@ -53,7 +53,7 @@ def test_products(form):
         assert_multiplied_as_by_the_reference(shape, splits, BF16, form)
 
 
-def test_what_follows_a_product():
+def test_fused_product_epilogue():
     x, weights, gate = activations(9, 290, BF16), codes(35, 290, dtype=BF16), codes(35, 290, seed=2, dtype=BF16)
     for options in ({"bias": torch.randn(35).to(BF16)}, {"gate": gate}):
         there = tree_map_only(torch.Tensor, torch.Tensor.cuda, {"codes": weights, **options})
@@ -66,7 +66,7 @@ def test_attention():
     cases = [arguments for _, arguments in fuzz(4, BF16, "cuda", 7)]
     cases.append(case([1500, 33, 700, 1], 5, group=4, kv_heads=2, head_dim=128, dtype=BF16, device="cuda"))
     for arguments in (each.filled(0.0) for each in cases):
-        expected = arguments.on("cpu").expected  # by no kernel of cuBLAS's
+        expected = arguments.on("cpu").expected  # without kernels of cuBLAS
         found = bass_kernels.ragged_attention(*arguments.arguments, **arguments.flags)
         assert error(found.cpu(), expected) <= TOLERANCE[BF16]
         lengths = arguments.kv_lengths.tolist()
@@ -76,4 +76,4 @@ def test_attention():
         ):
             assert error(found.cpu(), expected) <= TOLERANCE[BF16]
     work = bass_kernels.make_plan(*cases[-1][:2], *cases[-1][3:5])
-    assert (work.rows[:, 1] > 1).any()  # rows that are cut
+    assert (work.rows[:, 1] > 1).any()  # rows in several pieces

@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device, launched and recorded: the same text, one wait per step, freed memory. `pytest -m gpu`."""
+"""Eager and captured decoding on a CUDA device: the same text, one wait per step, freed memory. `pytest -m gpu`."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from bass_lab.named_pairs import SHAPES, named_pair
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 HERE = torch.cuda.is_available()
-# In a rehearsal (BASS_REHEARSE=1) models are on the CPU, and a recorder stands in for CUDA graphs.
+# In a rehearsal (BASS_REHEARSE=1) models run on the CPU, and a recorder replaces CUDA graphs.
 REHEARSED = not HERE and os.environ.get("BASS_REHEARSE") == "1"
 DEVICE = "cpu" if REHEARSED else "cuda"
 only_there = pytest.mark.skipif(not HERE, reason="looks at what a CUDA GPU alone has")
@@ -67,7 +67,7 @@ def test_greedy_text_is_transformers(architecture, way):
     assert out.trace.meta["compile"] == way
     assert texts(out) == alone(pair)
     assert {sequence.device.type for sequence in out.sequences} == {"cpu"}
-    if HERE and architecture != "codegen":  # which has attention code of its own
+    if HERE and architecture != "codegen":  # codegen has separate attention code
         assert (out.trace.meta["attention"], out.trace.meta["kernels"]) == ("ragged", "triton")
 
 
@@ -81,7 +81,7 @@ def test_nucleus_is_the_same_alone_and_in_a_batch():
 
 
 @pytest.mark.parametrize("draft", ["model", "n-gram"])
-def test_coupled_text_is_that_of_regular_decoding(draft):
+def test_coupled_text_equals_regular_decoding(draft):
     pair = pair_on_gpu()
     pair = pair if draft == "model" else bass.ModelPair(pair.target)
     options = {"temperature": 0.9, "verification": "coupled", "trace": "tokens"}
@@ -105,7 +105,7 @@ def test_embedded_pair_decodes_in_bf16():
 def test_packed_passes_of_ragged_lengths_give_the_same_text():
     """One row of four drafts in each step: verification is packed, and rounded up on a GPU."""
     pair = pair_on_gpu()
-    out = decode(pair, "off", draft_length=TakingTurns(5))  # recorded passes have fixed shapes
+    out = decode(pair, "off", draft_length=TakingTurns(5))  # captured passes have fixed shapes
     assert texts(out) == alone(pair)
     steps = out.trace.steps[out.trace.steps.kind == "decode"]
     assert any(packs((part.drafted + 1).tolist(), part.drafted.max() + 1) for _, part in steps.groupby("step"))
@@ -122,7 +122,7 @@ SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), lab.AdaEDL(limit=4, threshold=0.65)], ids=str)
-def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
+def test_captured_steps_equal_eager_steps(sampling, policy):
     pair = pair_on_gpu()
     expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))
     assert texts(found) == texts(expected)
@@ -130,7 +130,7 @@ def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", ["suffix", "features"])
-def test_drafts_by_other_means_give_the_text_of_launched_steps(drafter, way):
+def test_other_drafters_give_the_text_of_eager_steps(drafter, way):
     target = pair_on_gpu().target
     made = {"suffix": bass.SuffixDrafter, "features": lambda: bass.FeatureDrafter(feature_head(target))}
     pair = bass.ModelPair(target, made[drafter]())
@@ -141,7 +141,7 @@ def test_drafts_by_other_means_give_the_text_of_launched_steps(drafter, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_with_own_sampling_have_the_text_of_launched_steps(way):
+def test_rows_with_own_sampling_equal_eager_steps(way):
     own, found = ({}, {"temperature": 0.9}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.3}, {}), []
     for compile in ("off", way):
         with bass.Session(pair_on_gpu(), compile=compile, draft_length=3, eos_token_id=()) as session:
@@ -151,18 +151,17 @@ def test_rows_with_own_sampling_have_the_text_of_launched_steps(way):
 
 
 @only_there
-def test_auto_records_where_it_can():
+def test_auto_captures_graphs():
     assert decode(pair_on_gpu()).trace.meta["compile"] == "graphs"
     assert decode(pair_on_gpu("mixtral")).trace.meta["compile"] == "off"
 
 
 @only_there
 @pytest.mark.parametrize("way", WAYS[::2])
-def test_host_waits_for_the_result_of_a_step_alone(way):
-    """The next step is launched by then."""
+def test_host_waits_only_for_the_steps_result(way):
     with bass.Session(pair_on_gpu(), compile=way, draft_length=3, eos_token_id=()) as session, session.prepared():
         handles = [session.submit(prompt, max_new_tokens=70) for prompt in PROMPTS[:4]]
-        for _ in range(6):  # the prefill, and steps that record
+        for _ in range(6):  # the prefill, and steps with captures
             session.step()
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -171,7 +170,7 @@ def test_host_waits_for_the_result_of_a_step_alone(way):
                 for _ in range(5):
                     session.step()
                     assert session.device_step.is_ahead
-                session.cancel(handles[0])  # what a row leaves is fetched behind a step's own result
+                session.cancel(handles[0])  # the row's result is fetched after the step's own result
                 session.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -181,7 +180,6 @@ def test_host_waits_for_the_result_of_a_step_alone(way):
 
 @only_there
 def test_steps_may_be_taken_on_any_stream():
-    """A step waits for the step before on any stream."""
     streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
     for of_step in (lambda at: torch.cuda.current_stream(), lambda at: streams[at % 2]):
         with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=()) as session:
@@ -192,7 +190,7 @@ def test_steps_may_be_taken_on_any_stream():
                     if at == 8:
                         session.cancel(handles[1])
                     if at == 12:
-                        session.reserve(400)  # what it had until now goes back to the pool of its stream
+                        session.reserve(400)  # the old memory returns to the stream's pool
                 if session.idle:
                     break
             torch.cuda.synchronize()
@@ -203,7 +201,7 @@ def test_steps_may_be_taken_on_any_stream():
 @only_there
 def test_session_frees_its_memory():
     pair = pair_on_gpu()
-    decode(pair, "graphs")  # what libraries keep
+    decode(pair, "graphs")  # memory that libraries keep
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
@@ -214,22 +212,22 @@ def test_session_frees_its_memory():
 
 @only_there
 def test_recordings_survive_freed_cublas_workspaces():
-    """The compiled `generate` of transformers frees them."""
+    """The compiled `generate` of transformers frees the workspaces."""
     with bass.Session(pair_on_gpu(dtype="bfloat16"), compile="graphs", draft_length=3, eos_token_id=()) as session:
         found = []
         for _ in range(4):
             found.append(run_to_the_end(session, [session.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]))
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-            torch.full((1 << 24,), float("nan"), device="cuda")  # where they may have been
+            torch.full((1 << 24,), float("nan"), device="cuda")  # overwrites the freed workspaces
         assert found[1:] == found[:-1]
 
 
-def test_recordings_survive_rows_that_come_and_go():
+def test_captures_survive_new_and_ended_rows():
     with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=(), max_batch_size=4) as session:
         session.reserve(80)
         made = []
-        for more in (0, 1, 2, 3, 1, 1):  # 1 twice more: a shape is recorded when it is met for the second time
+        for more in (0, 1, 2, 3, 1, 1):  # 1 twice more: a shape is captured at the second use
             found = run_to_the_end(session, [session.submit(prompt, max_new_tokens=20 + more) for prompt in PROMPTS])
             assert found == alone(session.pair, new=20 + more)
             made.append(session.device_step.recordings)
@@ -239,7 +237,7 @@ def test_recordings_survive_rows_that_come_and_go():
 @only_there
 @pytest.mark.parametrize("way", ["off", "graphs"])
 def test_draft_ids_beyond_the_target_end_their_row(way):
-    """A lookup of such an id would break the CUDA context."""
+    """A lookup of an id beyond the vocabulary would break the CUDA context."""
 
     class Foreign(bass.Drafter):
         def draft(self, context, lengths, policy):
@@ -282,5 +280,5 @@ def test_dummy_weights_are_made_on_the_gpu_and_once(monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     pair = named_pair("paper-7.8b", weights="dummy")
     size = sum(p.numel() * p.element_size() for model in pair.models for p in model.parameters())
-    table = pair.draft.lm_head.weight.nbytes  # exists twice until it is tied
+    table = pair.draft.lm_head.weight.nbytes  # exists twice until the weights are tied
     assert torch.cuda.max_memory_allocated() - before < 1.05 * size + table

@@ -1,4 +1,4 @@
-"""The tests marked `interpreted` pass in a process that starts with TRITON_INTERPRET=1."""
+"""The tests marked `interpreted` pass in a process with TRITON_INTERPRET=1."""
 
 import os
 import re
@@ -22,7 +22,7 @@ SUPPORT = HERE.with_name("support")
 )
 def test_kernels_pass_in_the_interpreter(ring, least):
     options = ["-m", f"interpreted and {ring}", "-q", "-p", "no:cacheprovider", "-p", "kernel_interpreter"]
-    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))  # of the plugin
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))  # path of the plugin
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     files = [file for file in sorted(HERE.glob("test_kernel_*.py")) if "pytest.mark.interpreted" in file.read_text()]
     command = [sys.executable, "-m", "pytest", *options, *files]

@@ -1,4 +1,4 @@
-"""The attention kernels compute what the reference computes. Triton's interpreter runs them on the CPU."""
+"""The attention kernels equal the reference. Triton's interpreter runs the kernels on the CPU."""
 
 import itertools
 from contextlib import contextmanager
@@ -41,12 +41,12 @@ def test_pad_and_split_equal_the_reference(part):
         with poisoned_memory():
             found = split_attention(*arguments.arguments, lengths=lengths, **arguments.flags)
             assert_agrees(found, arguments, described)
-            arguments = arguments.filled(1e4)  # pad reads what it masks, and 0 x NaN is NaN
+            arguments = arguments.filled(1e4)  # pad reads masked keys, and 0 x NaN is NaN
             found = pad_attention(*arguments.arguments, extent=max(lengths), **arguments.flags)
             assert_agrees(found, arguments, described)
 
 
-# Each of these showed a planted bug that the others missed (tests/mutants).
+# Each case showed a planted bug that the other cases missed (tests/mutants).
 CASES = {
     "padding, a row without keys": case([70, 33, 5, 0], 5, query_lengths=[5, 3, 0, 0]),
     "split": case([400, 37], 3, head_dim=80),
@@ -91,9 +91,9 @@ def test_any_strides_will_do(strides):
 
 @pytest.mark.parametrize(("most_items", "expected"), [(4, [1, 1, 1, 1]), (6, [3, 1, 1, 1]), (40, [13, 2, 5, 1])])
 def test_any_split_equals_no_split(monkeypatch, most_items, expected):
-    """A plan for fewer pieces than rows have is that of a CUDA graph captured over a narrower cache."""
+    """A plan for fewer pieces than rows have belongs to a CUDA graph captured over a smaller cache."""
     monkeypatch.setattr(plan, "most_items", lambda *_: most_items)
-    monkeypatch.setattr(plan, "multiprocessors", lambda device: 1000)  # room for all: the smallest chunk wins
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 1000)  # enough for all pieces: the smallest chunk wins
     arguments = case([400, 37, 130, 0], 3, kv_heads=1)
     assert make_plan(*arguments[:2], *arguments[3:5]).rows[:, 1].tolist() == expected
     for deterministic in (False, True):
@@ -105,17 +105,17 @@ def test_any_split_equals_no_split(monkeypatch, most_items, expected):
     "flags", [{}, {"sliding_window": 40}, pytest.param({"deterministic": True}, marks=ci)], ids=str
 )
 def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
-    """As in a draft phase: two tokens, then one at a time. The third row rests after the first pass."""
+    """A draft phase: two tokens, then one per pass. The third row rests after the first pass."""
     monkeypatch.setattr(plan, "CHUNK", 64)
     drafts, lengths, deterministic = 3, [191, 2, 130, 64], "deterministic" in flags
-    full = case([length + drafts - 1 for length in lengths], 2)  # the first crosses a chunk's end, and fills the cache
+    full = case([length + drafts - 1 for length in lengths], 2)  # the first crosses a chunk's end and fills the cache
     first = torch.tensor(lengths) - 2
     tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic=deterministic).tile)
     options = {"window": flags.get("sliding_window", 0), "deterministic": deterministic, "span": drafts + 1}
     with poisoned_memory():
         ends = first + drafts + 1
         work = plan.make_plan(first, ends, query_length=2, kv_heads=2, width=194, tile=tile, group=2, **options)
-    assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # so few keys are not cut
+    assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # few keys are not split
     for slot in range(drafts):
         starts = first + (0 if slot == 0 else slot + 1) * (torch.arange(4) != 2)
         counts = torch.tensor([2, 2, 2, 2] if slot == 0 else [1, 1, 0, 1])
@@ -133,8 +133,8 @@ def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, pytest.param(500, marks=ci)])
 def test_a_plan_serves_passes_of_other_tiles(window, monkeypatch):
-    """A feature head's first pass has as many queries as a step has tokens, later passes have one: their tiles have
-    blocks of keys that cross the ends of the plan's pieces."""
+    """A feature head's first pass has as many queries as a step has tokens, and later passes have one query. Their
+    blocks of keys cross the ends of the plan's pieces."""
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 8)
     committed, drafts, group = torch.tensor([600, 590, 600, 580]), 8, 4
     starts, ends = committed - drafts - 1, committed + drafts - 1
@@ -165,7 +165,7 @@ def test_deterministic_queries_have_the_same_bits_alone_and_together(monkeypatch
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def position_independent_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        """In numpy, unlike on a GPU, the bits of a row depend on its place in the matrix."""
+        """Give bits that depend on the row in the matrix, as on a GPU."""
         product = (a.data[:, :, None] * b.data[None]).sum(1)
         return TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -219,8 +219,8 @@ def test_plan_lists_every_key_once_longest_rows_first(batch, window, determinist
         ([5000, 3000, 1, 0], [16, 10, 1, 1]),
     ],
 )
-def test_plan_takes_the_chunk_that_costs_least(kv_lengths, pieces):
-    """In waves of programs over the eight multiprocessors that the interpreter counts."""
+def test_plan_selects_the_cheapest_chunk(kv_lengths, pieces):
+    """In waves of programs on the interpreter's eight multiprocessors."""
     kv, (query, key) = torch.tensor(kv_lengths), (torch.empty(len(kv_lengths), heads, 8192, 64) for heads in (8, 2))
     assert make_plan(query[:, :, :5], key, kv - 5, kv).rows[:, 1].tolist() == pieces
 
@@ -283,7 +283,7 @@ def test_write_kv_equals_the_reference(dtype, head_dims):
 
 
 def far_apart(tokens: torch.Tensor, last: int) -> torch.Tensor:
-    """Return the tokens [1, H, S, D] with number `last` 2^31 numbers away. Untouched memory takes no room."""
+    """Return tokens [1, H, S, D] with token `last` 2^31 numbers away. Untouched memory uses no RAM."""
     heads, count, width = tokens.shape[1:]
     stride = (2**31 // last // 16 + 1) * 16
     room = torch.empty((count - 1) * stride + heads * width, dtype=tokens.dtype)

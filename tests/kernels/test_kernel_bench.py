@@ -1,5 +1,3 @@
-"""The kernel benchmark without a GPU: its shapes, its check of kernels, its timing and its records."""
-
 import itertools
 import json
 from contextlib import nullcontext
@@ -31,7 +29,7 @@ def timed_line(ms=2.0, **changes):
     return report.line(cases.tiny_case(), outcome, 1e9, "cpu", 0, here) | changes
 
 
-def test_bytes_are_those_counted_by_hand_and_lengths_have_their_mean():
+def test_bytes_and_mean_lengths_equal_hand_counts():
     case = cases.Case("Llama-8B", 8, 5, 2048, "uniform")
     assert case.kv_bytes(0) == 2 * 8 * 128 * 2 * 8 * 2048  # keys and values, heads, dimension, bytes, rows, length
     assert case.cache_bytes(0) == case.kv_bytes(0)
@@ -41,11 +39,11 @@ def test_bytes_are_those_counted_by_hand_and_lengths_have_their_mean():
     assert sorted(ragged_case(batch=4, kv_length=400).lengths(0)) == [100, 300, 500, 700]
 
 
-def test_default_cases_are_among_all_and_none_comes_twice():
+def test_default_cases_are_a_subset_without_duplicates():
     default, everything = cases.default_cases(cases.MODELS), cases.all_cases(cases.MODELS)
     assert len(set(default)) == len(default) and len(set(everything)) == len(everything)
     assert set(default) | set(cases.quick_cases()) <= set(everything)
-    for case in everything:  # sets of keys and values together exceed the cache of a GPU
+    for case in everything:  # the KV sets together exceed a GPU's cache
         sets = tensors.number_of_sets(case.kv_bytes(0), torch.device("cuda"))
         assert sets >= 2 and sets * case.kv_bytes(0) >= 200e6
 
@@ -113,7 +111,7 @@ def test_runs_are_captured_replayed_interleaved_and_released(monkeypatch):
     assert runs[0].replayed().isnan().all()  # this graph writes nothing
     assert runs[1].replayed() is None
     assert [run.captured for run in runs] == [True, False]
-    assert [run.calls for run in runs] == [6, 3]  # 1 ms each time limits a graph to 3 rounds
+    assert [run.calls for run in runs] == [6, 3]  # 1 ms each limits a graph to 3 rounds
     timer.measure(runs)
     assert [run.us for run in runs] == [pytest.approx(1000 / 6), pytest.approx(1000 / 3)]
     assert [run.replays for run in runs] == [len(run.samples) for run in runs] == [timing.REPLAYS] * 2
@@ -151,7 +149,7 @@ def test_contradictory_line_is_refused_and_nothing_written(tmp_path):
         ({"us": nan}, "us must be finite"),
         ({"us": 1.0}, "gb_per_s is not"),
         ({"copy_gb_per_s": 3.0}, "percent_of_copy is not"),
-        ({"us_plan_share": 1e6}, "hold us_plan_share"),
+        ({"us_plan_share": 1e6}, "at least us_plan_share"),
         ({"colour": "red"}, "unknown fields: colour"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: registers, shared memory and the instructions that come out."""
+"""Kernels compiled for other GPUs: registers, shared memory and generated instructions."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ REGISTERS = 65536
 ATTENTION = ("_attend_pieces", "_attend_rows")
 VERIFICATION = ("block_statistics", "decide", "block_masses", "finish")
 KERNELS = {"_attend_pieces", "_plan", "_write_token", "_draw", "_largest", "_multiply", "_add_up", *VERIFICATION}
-# Launches that spill with triton 3.6 and not with 3.7.
+# Launches that spill with triton 3.6, but not with 3.7.
 SPILLED = {
     "sm_80": [
         {"head_dim": 64, "query_length": 17, "softcap": 50.0, "sinks": True},
@@ -28,13 +28,13 @@ SPILLED = {
 }
 CASE = ("head_dim", "query_length", "softcap", "sinks", "packed", "group", "rows", "gated")
 KNOWN = SPILLED if triton.__version__.startswith("3.6.") else {}
-# Other GPUs: shared memory in kB, and kernels that spill (before sm_80: with float16, slow there).
+# Shared memory in kB, and kernels that spill (before sm_80: with float16, slow there).
 OTHERS = {75: (64, {"_attend_pieces", "_multiply"}), 89: (99, set()), 100: (227, {"finish"}), 120: (99, set())}
 
 
 @functools.cache
 def compiled(architecture: str, *few: str) -> list[dict]:
-    """Lines of kernel_compiler.py, which runs in its own process."""
+    """Run kernel_compiler.py in a separate process, and return its lines."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, SUPPORT / "kernel_compiler.py", architecture.removeprefix("sm_"), *few]
     return [json.loads(line) for line in subprocess.check_output(command, env=environment).splitlines()]
@@ -77,7 +77,6 @@ def test_kernels_compile_for_other_gpus(capability):
 
 
 def test_program_fits_its_multiprocessor(target):
-    """On sm_90 as many programs fit as tiles.py counts on."""
 
     def fits(kernel: dict) -> bool:
         return kernel["shared"] <= SHARED[target[0]] and kernel["registers"] <= 255
@@ -106,7 +105,7 @@ def test_keys_and_values_are_loaded_128_bits_at_a_time(target):
 
 
 def test_pieces_are_stored_before_they_are_counted(target):
-    """A barrier, a count that releases own stores and acquires those of others, a barrier, and loads from L2."""
+    """A barrier; a count that releases own stores and acquires other programs' stores; a barrier; loads from L2."""
     split = [kernel for kernel in compiled(*target) if kernel["kernel"] == "_attend_pieces" and kernel["count"]]
     assert faulty(split, lambda kernel: kernel["count"] == "store barrier acq_rel.gpu barrier load.cg") == []
 

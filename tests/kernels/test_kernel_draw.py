@@ -1,4 +1,4 @@
-"""Draft tokens: the one drawn from q by the row's random number, and the largest. Runs in Triton's interpreter."""
+"""Draft tokens: the draw from q with the row's random number, and the argmax. Runs in Triton's interpreter."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from bass_kernels import draft_draw, draw, largest, peaks
 BLOCK, PEAK_BLOCK = 1024, peaks.BLOCK
 pytestmark = [
     pytest.mark.interpreted,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, where NaN is meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's warning, where NaN is intended
 ]
 
 
@@ -34,7 +34,7 @@ def drawn(logits, temperature, slot=1, width=None, seed=0, draw=draw):
 
 
 def is_right(logits, temperature, slot, found) -> bool:
-    """True if q is the softmax within rounding, and the token is drawn from q as torch draws it."""
+    """Return True if q is the softmax within rounding, and the token equals torch's draw from q."""
     token, q, peak = found
     law = sampling.probabilities(logits.double(), SamplingParams(temperature))
     inside = q[:, : logits.shape[-1]]
@@ -63,9 +63,9 @@ def test_token_is_drawn_from_q_and_q_is_the_softmax(dtype, temperature, vocabula
 
 
 @pytest.mark.parametrize("vocabulary", [1, 37, PEAK_BLOCK, PEAK_BLOCK + 1, 5 * PEAK_BLOCK + 3])
-def test_peak_is_that_of_torch(vocabulary):
+def test_peak_equals_torch(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
-    for dtype in (torch.float32, torch.bfloat16):  # in half precision some are equal
+    for dtype in (torch.float32, torch.bfloat16):  # in half precision some logits are equal
         assert largest_is_right(torch.randn(3, vocabulary, generator=generator).to(dtype))
 
 
@@ -103,7 +103,7 @@ def test_rows_may_be_strided():
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-52])
 def test_an_id_of_probability_zero_is_never_drawn(monkeypatch, number):
-    """Neither at the smallest random number nor at the largest, in the first block or behind a block of zeros."""
+    """At the smallest and the largest random number, in the first block and after a block of zeros."""
     monkeypatch.setattr(draft_draw, "uniform", lambda *args, **kwargs: tl.full([], number, tl.float64))
     for possible in ([5], [1500], [5, 1500], [0, 2999]):
         logits = torch.full((2, 3000), -torch.inf)

@@ -31,7 +31,7 @@ def generate(models=None, prompts=PROMPTS, **options):
 
 @pytest.fixture
 def in_plain_torch(monkeypatch):
-    """Until the end of the test, or `.undo()`, nothing runs in the interpreter."""
+    """Run plain torch until the end of the test, or until `.undo()`."""
     monkeypatch.setattr(kernel_ops, "run_on", lambda device: False)
     return monkeypatch
 
@@ -43,7 +43,7 @@ def same(first, second) -> bool:
 @pytest.mark.parametrize(
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "gpt2"))]
 )
-def test_ragged_text_is_that_of_transformers(architecture):
+def test_ragged_text_equals_transformers(architecture):
     models = pair(architecture)
     ragged = generate(models, attention="ragged")
     assert ragged.trace.meta["attention"] == "ragged"
@@ -59,7 +59,7 @@ def test_ragged_text_is_that_of_transformers(architecture):
     ],
     ids=["deepseek_v3", "wide heads"],
 )
-def test_keys_that_the_kernels_cannot_read_are_read_by_plain_torch(models, message):
+def test_unsupported_keys_use_plain_torch(models, message):
     models = models()
     out = generate(models)
     assert out.trace.meta["attention"] == "pad"
@@ -69,8 +69,8 @@ def test_keys_that_the_kernels_cannot_read_are_read_by_plain_torch(models, messa
 
 
 @pytest.mark.ci
-def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
-    """Some layers of Gemma 4 share keys, and compute the last token alone where no other logits are wanted."""
+def test_layers_for_the_last_token_only_are_decoded_exactly():
+    """Some layers of Gemma 4 share keys, and compute only the last token if no other logits are needed."""
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip("this version of transformers has no Gemma 4")
     config = transformers.Gemma4TextConfig(
@@ -103,7 +103,7 @@ def test_kernels_of_the_paper_replace_plain_torch(path, in_plain_torch):
     ids=str,
 )
 def test_kernels_change_no_token_and_no_log_probability(draft, options, fused, in_plain_torch, monkeypatch):
-    """The kernel of fused verification knows the temperature alone."""
+    """The kernel of fused verification supports only a temperature."""
     models = pair() if draft == "model" else bass.ModelPair(tiny_model(num_hidden_layers=1))
     expected = generate(models, **options)
     in_plain_torch.undo()
@@ -116,7 +116,7 @@ def test_kernels_change_no_token_and_no_log_probability(draft, options, fused, i
     assert len(calls) == (found.trace.steps["step"].nunique() if fused else 0)
 
 
-def test_rows_that_finish_early_leave_and_waiting_rows_come():
+def test_finished_rows_leave_and_waiting_rows_start():
     prompts = ragged_prompts(5, 11, 3, 8)
     models = pair()
     out = generate(models, prompts, attention="ragged", max_batch_size=2, eos_token_id=17)
@@ -168,7 +168,7 @@ def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
     "way", [pytest.param("graphs", marks=pytest.mark.ci), pytest.param("compiled", marks=pytest.mark.slow)]
 )
 def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
-    """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
+    """Ragged attention with its work list, the cache write and fused verification are one operator each."""
     use_on_cpu(monkeypatch)
     monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
     monkeypatch.setattr(compiled_layers, "_compiled", {})

@@ -1,4 +1,4 @@
-"""Products with INT8 and INT4 weights in Triton's interpreter, against float64."""
+"""Products with INT8 and INT4 weights in Triton's interpreter equal float64."""
 
 import re
 from functools import partial
@@ -20,12 +20,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def numbers():
-    """The same numbers in any order of tests: a bias that cancels a product leaves only its error."""
+    """Seed the numbers of each test: biases that cancel a product leave only its error."""
     torch.manual_seed(0)
 
 
 def within_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in memory that holds NaN (for codes: the largest) before and behind them."""
+    """Return the same numbers in memory with NaN (for codes: the largest code) before and after."""
     rows, columns = tensor.shape
     fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
     room = torch.full((rows + 4, columns), fill, dtype=tensor.dtype)
@@ -34,7 +34,7 @@ def within_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def codes(columns: int, inputs: int, *, packed=False, group=None, dtype=torch.float16, seed=0) -> Codes:
-    """Random codes. Some scales are 0, and a packed unit has random codes beyond the last input."""
+    """Return random codes. Some scales are 0, and a packed unit has random codes after the last input."""
     generator = torch.Generator().manual_seed(seed)
     units = -(-inputs // 32)
     shape, kind = ((columns, 16 * units), torch.uint8) if packed else ((columns, inputs), torch.int8)
@@ -45,7 +45,7 @@ def codes(columns: int, inputs: int, *, packed=False, group=None, dtype=torch.fl
 
 
 def activations(rows: int, inputs: int, dtype=torch.float16, seed=1) -> torch.Tensor:
-    """[rows, inputs] with NaN around each row."""
+    """Return activations [rows, inputs] with NaN around each row."""
     room = torch.full((rows + 2, inputs + 8), float("nan"), dtype=dtype)
     room[1:-1, :inputs] = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
     return room[1:-1, :inputs]
@@ -55,14 +55,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-FORMS = {  # of weights
+FORMS = {  # formats of weights
     "int8": {}, "int8 in groups": {"group": 64}, "int4 in groups": {"packed": True, "group": 32},
     "int4 in long groups": {"packed": True, "group": 128}, "int4": {"packed": True},
 }  # fmt: skip
 SHAPES = [(1, 40, 96), (3, 7, 33), (16, 33, 560), (17, 64, 224), (33, 70, 1), (70, 5, 300), (128, 40, 65), (5, 1, 700)]
 
 
-# Each shape with two forms, each form with every dtype and split.
+# Each shape with two formats, each format with every dtype and split.
 PRODUCTS = [
     (shape, list(FORMS)[(at + more) % 5], HALF[(at + more) % 2] if shape[0] < 20 else HALF[0], (1, 3, None)[at % 3])
     for at, shape in enumerate(SHAPES)
@@ -82,7 +82,7 @@ def test_rows_beyond_the_last_are_not_written():
 
 
 @pytest.mark.parametrize(("shape", "form", "dtype", "splits"), PRODUCTS, ids=str)
-def test_products_are_those_of_the_reference(shape, form, dtype, splits):
+def test_products_match_the_reference(shape, form, dtype, splits):
     rows, columns, inputs = shape
     x, weights = activations(rows, inputs, dtype), codes(columns, inputs, dtype=dtype, **FORMS[form])
     bias = torch.randn(columns).to(dtype)
@@ -94,7 +94,7 @@ def test_products_are_those_of_the_reference(shape, form, dtype, splits):
 
 @pytest.mark.parametrize("activation", skinny.ACTIVATIONS)
 @pytest.mark.parametrize(("form", "splits"), [("int8", 1), ("int4 in groups", 2)])
-def test_what_follows_the_product_is_fused(form, activation, splits):
+def test_product_epilogue_is_fused(form, activation, splits):
     x, form = activations(9, 290), FORMS[form]
     weights, gate, bias = codes(35, 290, **form), codes(35, 290, seed=2, **form), torch.randn(35)
     for options in ({"bias": bias}, {"gate": gate}):
@@ -139,12 +139,11 @@ def test_narrow_outputs_are_cut_and_wide_ones_are_not():
     tile = skinny.choose(8, packed=False)
     assert skinny.pieces(4096, 4096, tile) == skinny.pieces(4096, 14336, tile) == 4
     assert skinny.pieces(14336, 4096, tile) == 1
-    assert skinny.pieces(32, 64, tile) == 1  # nothing to cut
+    assert skinny.pieces(32, 64, tile) == 1  # a single piece
 
 
 @pytest.mark.parametrize("ptx, dtype", [(skinny.BFLOAT16, torch.bfloat16), (skinny.FLOAT16, torch.float16)], ids=str)
 def test_ptx_unpacks_every_byte(ptx, dtype):
-    """The interpreter cannot run PTX. `by_hand` does."""
     scales, words = torch.rand(64, 4).to(dtype), np.arange(256, dtype=np.uint8).view(np.uint32).tolist()
     found = np.array([by_hand(ptx.value, word, pair_bits(scale)) for word, scale in zip(words, scales, strict=True)])
     low, high = found[:, :2].reshape(-1), found[:, 2:].reshape(-1)
@@ -159,7 +158,6 @@ def pair_bits(numbers: torch.Tensor) -> list[int]:
 
 
 def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
-    """Run the PTX. Return registers $0 to $3."""
     registers = {"$4": word, "$5": scales[0], "$6": scales[1]}
     for line in re.findall(r"(?<=[\s;])((?:mov|prmt|shr|lop3|fma)[^;]*);", ptx):
         operator, operands = line.split(" ", 1)

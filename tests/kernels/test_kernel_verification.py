@@ -18,7 +18,7 @@ from bass_kernels.uniform import uniform
 BLOCK = 1024
 pytestmark = [
     pytest.mark.interpreted,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, where NaN is meant
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's warning, where NaN is intended
 ]
 VOCABULARIES, REAL = [1, 37, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1], 2 * kernels.BLOCK
 
@@ -37,7 +37,7 @@ def decided_by_bass_core(arguments, keys, precision):
 
 
 def disagreements(found, expected, arguments):
-    """In how many rows the decisions differ; where they do, a uniform number must lie within 1e-6 of the boundary."""
+    """Count rows with different decisions, which need a uniform number within 1e-6 of the boundary."""
     logits, drafted, submitted, q, accept_uniform, draw_uniform, _, temperature = arguments
     p = law(logits.double(), temperature)
     differing = (found.accepted != expected.accepted) | (found.next_token != expected.next_token)
@@ -73,7 +73,7 @@ PAIRS = [(DTYPES[at % 3], TEMPERATURES[at % 5], DRAFTS[(at + at // 5) % 3]) for 
 
 
 @pytest.mark.parametrize(("dtype", "temperature", "draft"), PAIRS)
-def test_decisions_are_those_of_bass_core(dtype, temperature, draft):
+def test_decisions_equal_bass_core(dtype, temperature, draft):
     generator = torch.Generator().manual_seed(sum(map(ord, f"{dtype}{temperature}{draft}")))
     different = 0
     for seed in range(2):
@@ -84,7 +84,7 @@ def test_decisions_are_those_of_bass_core(dtype, temperature, draft):
         for precision in (torch.float32, torch.float64):
             different += disagreements(found, decided_by_bass_core(arguments, keys, precision), arguments)
         different += disagreements(found, reference.verify(*arguments), arguments)
-    assert different == 0  # none of these seeds comes within 1e-6 of a boundary
+    assert different == 0  # no seed comes within 1e-6 of a boundary
 
 
 @pytest.mark.parametrize(("vocabulary", "block"), [*((each, BLOCK) for each in VOCABULARIES), (REAL + 1, REAL // 2)])
@@ -114,11 +114,11 @@ def test_tokens_log_probabilities_and_lengths(temperature, dtype):
 @pytest.mark.parametrize("draft", ["softmax", pytest.param("certain", marks=pytest.mark.ci)])
 def test_extreme_uniform_numbers_never_return_an_impossible_id(draft, uniform):
     (logits, drafted, submitted, q, u, v, committed, _), _ = step(5, 2, 2500, draft=draft, seed=3)
-    # Only ids 1100 … 1149 are possible: neither the first block nor the last has mass.
+    # Only ids 1100 … 1149 are possible: the first block and the last block have no mass.
     logits[..., :1100] = logits[..., 1150:] = -torch.inf
     drafted[1:] = 1100
     if q is not None:
-        q[..., :1120] += 0.5  # the residual begins at 1120 at the earliest
+        q[..., :1120] += 0.5  # the residual begins at 1120 or later
     p, rows = law(logits.double(), 1.0), torch.arange(5)
     for acceptance in (0.0, 1 - 2.0**-52):
         found = verify(logits, drafted, submitted, q, u.fill_(acceptance), v.fill_(uniform), committed, 1.0)
@@ -142,7 +142,7 @@ def test_impossible_draft_token_is_rejected_at_any_uniform_number(draft):
 def test_residual_without_mass_draws_from_the_target():
     arguments, keys = step(4, 1, 1100, seed=13)
     logits, _, submitted, q, u, *_ = arguments
-    q[:] = 2 * law(logits, 1.0)[:, :1]  # above p everywhere, as rounding may leave it
+    q[:] = 2 * law(logits, 1.0)[:, :1]  # above p everywhere, as rounding may leave q
     submitted[:], u[:] = 1, 0.9
     found = verify(*arguments)
     assert not found.accepted.any()
@@ -162,7 +162,6 @@ def test_ties_go_to_the_lowest_id():
 
 
 def test_uniform_number_at_the_boundary_rejects():
-    """p = 1/2 and q = 1, so that a number of exactly 1/2 is not below p / q."""
     logits, one = torch.zeros(1, 2, 2), torch.ones(1, dtype=torch.int64)
     numbers = torch.tensor([[0.5]]).double(), torch.tensor([0.3]).double()
     assert verify(logits, torch.zeros(1, 1, dtype=torch.int64), one, None, *numbers, one, 1.0).accepted.tolist() == [0]
@@ -260,7 +259,7 @@ def assert_same_bits(device):
         assert torch.equal(found.cpu(), torch.cat(expected))
 
 
-def test_random_numbers_are_those_of_bass_core_to_the_bit():
+def test_random_numbers_equal_bass_core_bit_for_bit():
     assert_same_bits("cpu")
 
 
@@ -271,7 +270,7 @@ COMMITS = [
     {"drafts": 0, "draft": "certain"},
     {"broken": [1]},
     {"broken": [5], "temperature": 0, "all_or_none": True},
-    pytest.param({"broken": [3], "all_or_none": True}, marks=pytest.mark.ci),  # the empty place
+    pytest.param({"broken": [3], "all_or_none": True}, marks=pytest.mark.ci),  # the empty batch slot
     {"broken_draft": [2]},
     {"broken_draft": [2], "all_or_none": True},
     {"broken_draft": [3], "all_or_none": True},
@@ -281,7 +280,7 @@ COMMITS = [
 
 
 @pytest.mark.parametrize("changes", COMMITS, ids=str)
-def test_committed_rows_are_those_of_bass_core(changes):
+def test_committed_rows_equal_bass_core(changes):
     moved = 0
     for seed in range(2):
         found, expected = committing(**changes, seed=seed), committing(**changes, seed=seed)
@@ -296,7 +295,7 @@ def test_committed_rows_are_those_of_bass_core(changes):
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"forced": True}], ids=str)
 def test_commit_launches_these_kernels_and_nothing_else(changes):
     found = committing(**changes)
-    kernel_ops.run_on(found.logits.device)  # the first call asks a kernel
+    kernel_ops.run_on(found.logits.device)  # the first call runs a kernel
     with counted() as launches:
         found.by_the_step()
     drawn = [] if changes.get("temperature") == 0 else ["block_masses"]
@@ -304,7 +303,6 @@ def test_commit_launches_these_kernels_and_nothing_else(changes):
 
 
 def test_rows_in_a_wide_batch_wait_for_one_another():
-    """More rows than a power of two, the last of them without numbers."""
     (logits, drafted, submitted, q, _, _, lengths, _), keys = step(9, 1, 40, seed=4)
     logits[8, 0] = torch.nan
     for all_or_none, moved in ((True, 0), (False, 8)):

@@ -1,5 +1,3 @@
-"""The embedded pairs stay in memory from test to test."""
-
 import functools
 
 import pytest
@@ -14,7 +12,7 @@ embedded_pair = functools.cache(load_pair)
 
 
 def read_once(target=None, draft=None, *, dtype=None, **options):
-    """Load a pair, an embedded one without options only once."""
+    """Load a pair. The embedded pairs without options are loaded only once for all tests."""
     others = {name: value for name, value in options.items() if value and (name, value) != ("device", "cpu")}
     if target not in (None, model_pair.READER) or draft is not None or others:
         return load_pair(target, draft, dtype=dtype, **options)

@@ -1,5 +1,3 @@
-"""Recorded acceptance: the probability of acceptance given the text, against the engine's distribution and passes."""
-
 import json
 from dataclasses import replace
 
@@ -37,7 +35,7 @@ def sampled(tiny_pair):
 
 
 def engines_law(pair, policy):
-    """{(text, (drafted, accepted) per step): probability} of the engine, by enumeration of its decisions."""
+    """Return {(text, (drafted, accepted) per step): probability} of the engine, with all decisions enumerated."""
 
     def run():
         options = {"max_new_tokens": NEW, "temperature": 1.0, "eos_token_id": (), "attention": "pad"}
@@ -49,7 +47,8 @@ def engines_law(pair, policy):
 
 
 def simulated_law(pair, policy, texts):
-    """The same from the target's probability of each text, the recorded chances and every pattern of coins."""
+    """Return the same from the target's text probabilities, the recorded probabilities, and all patterns of coin
+    flips."""
     law = {}
     for text in texts:
         trace = recording.teacher_forced(pair, [torch.tensor(PROMPT)], [torch.tensor(text)], temperature=1.0, rollout=1)
@@ -75,7 +74,7 @@ def replay_of(trace, fates):
     [
         pytest.param(lambda: bass.BassHeuristic(initial=2), marks=pytest.mark.ci),
         pytest.param(PerRow, marks=pytest.mark.ci),
-        # The vocabulary has two ids, so the rejected token and the draft's signals after it are known.
+        # With two ids, the rejected token and the draft's next signals are known.
         lambda: StopWhenUnsure(most=2, at_least=0.7),
         lambda: RaggedBudget(Line(0.02, 0.4), limit=2),
     ],
@@ -86,14 +85,14 @@ def test_text_and_steps_have_the_engines_joint_distribution(policy):
     wanted = engines_law(pair, policy)
     found = simulated_law(pair, policy, {text for text, _ in wanted})
     assert len({steps for _, steps in wanted}) >= 2
-    assert total_variation(found, wanted) < 1e-6  # chances are stored in float32
+    assert total_variation(found, wanted) < 1e-6  # probabilities are stored in float32
 
 
 def test_recorded_p_and_q_are_the_engines(tiny_pair):
     options = {"max_new_tokens": 16, "temperature": 0.8, "draft_length": 3, "eos_token_id": (), "trace": "tokens"}
     out = bass.generate(tiny_pair, ragged_prompts(4, 9), **options)
     trace = recording.teacher_forced(tiny_pair, ragged_prompts(4, 9), out.sequences, temperature=0.8)
-    tokens = out.trace.tokens.query("kind in ('accepted', 'recovered')")  # where the engine drafted, on the text
+    tokens = out.trace.tokens.query("kind in ('accepted', 'recovered')")  # positions with a draft
     at = tokens.row, tokens.position - trace.prompt_lengths[tokens.row]
     np.testing.assert_allclose(trace.p[at], tokens.p, atol=1e-5)
     np.testing.assert_allclose(trace.q[at], tokens.q, atol=1e-5)
@@ -103,8 +102,8 @@ def test_recorded_p_and_q_are_the_engines(tiny_pair):
 
 @pytest.fixture(scope="module")
 def shown(tiny_pair):
-    """A greedy decode, whose rollout is unique: its recording, the accepted drafts of the step at each position, and by
-    position and slot the entropy and maximum before a draft, then its maximum and probability."""
+    """Decode greedily: only one rollout is possible. Return the trace, the accepted lengths by position, and by
+    position and slot entropy and maximum before a draft, then the draft's maximum and probability."""
     prompt, signalled, submitted = ragged_prompts(5), {}, {}
 
     class Listener(bass.DraftLengthPolicy):
@@ -156,17 +155,17 @@ def test_recorded_chances_are_the_engines(shown):
     assert kinds == {-1, 0, 1}
 
 
-def test_rollouts_and_rejected_tokens_exist_where_a_rejection_can_occur(sampled):
+def test_rollouts_exist_at_possible_rejections(sampled):
     t = sampled.p.shape[1]
     places = np.arange(t)
     can = (sampled.accept < 1) & (places >= 1)
-    follows = np.minimum(t - 2 - places, sampled.rollout_entropy.shape[-1]).clip(min=0)  # drafts that may follow
+    follows = np.minimum(t - 2 - places, sampled.rollout_entropy.shape[-1]).clip(min=0)  # possible further drafts
     recorded = np.isfinite(sampled.rollout_entropy)
     assert (recorded.sum(-1) == np.where(can, follows, 0)).all()
     for each in (sampled.rollout_maximum, sampled.rollout_chance):
         assert (recorded == np.isfinite(each)).all()
     assert recorded.any() and not recorded.all()
-    can &= places <= t - 2  # the last token is the target's
+    can &= places <= t - 2  # the target alone decides the last token
     assert (np.isfinite(sampled.rejected_chance) == can).all() and can.any()
 
 
@@ -175,7 +174,7 @@ def test_rejected_token_has_the_residual_distribution():
     pair = bass.ModelPair(tabular(4, seed=3), tabular(4, seed=4))
     text = torch.tensor([1, 2, 0, 1])
     p, q = (next_token_law(model, [*PROMPT, 1]) for model in (pair.target, pair.draft))
-    assert q[2] < p[2]  # the second token may have been a rejected draft's replacement
+    assert q[2] < p[2]  # the second token may replace a rejected draft
     residual = np.maximum(q - p, 0) / np.maximum(q - p, 0).sum()
     maxima = {token: next_token_law(pair.draft, [*PROMPT, 1, token]).max() for token in np.flatnonzero(residual)}
     copies = 200
@@ -238,7 +237,7 @@ def test_impossible_recordings_are_refused(tiny_pair, sampled, tmp_path):
         r"regimes=\(0.3, 5": lambda: AcceptanceTrace.synthetic(**made, regimes=(0.3, 5)),
         r"regimes=\(0.1, 0.5": lambda: AcceptanceTrace.synthetic(**made, regimes=(0.1, 0.5)),
         "needs a draft model": lambda: recording.record(bass.ModelPair(tiny_model()), ragged_prompts(4), **how),
-        "one length": lambda: recording.teacher_forced(tiny_pair, ragged_prompts(4, 5), two, temperature=0.0),
+        "equal lengths": lambda: recording.teacher_forced(tiny_pair, ragged_prompts(4, 5), two, temperature=0.0),
         "rollout": lambda: recording.record(tiny_pair, ragged_prompts(4), rollout=0, **how),
         "one of mini, library; got 'other'": lambda: recorded_acceptance.shipped("other"),
         "holds no trace: it lacks entropy, maximum, chance": lambda: AcceptanceTrace.load(tmp_path / "old.npz"),

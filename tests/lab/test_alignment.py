@@ -1,5 +1,3 @@
-"""Alignment brings a draft nearer to its target and changes no model that it was given."""
-
 import pytest
 import torch
 from tiny import BYTES, byte_tokenizer, tiny_model
@@ -71,9 +69,9 @@ def test_pairs_and_texts_that_cannot_be_aligned_are_refused(pair):
         (without_draft, TEXTS, {}, "a draft model to align, got NgramDrafter"),
         (bass.ModelPair(pair.target, pair.draft), TEXTS, {}, "tokenizer"),
         (bass.ModelPair(pair.target, tiny_model(), pair.tokenizer), TEXTS, {}, f"97 .* {BYTES}"),
-        (bass.load_pair("encoder_decoder"), TEXTS, {}, "this pair's target reads sources"),
-        (pair, [], {}, "texts must be a list of texts, one at least"),
-        (pair, "one text", {}, "texts must be a list of texts, one at least"),
+        (bass.load_pair("encoder_decoder"), TEXTS, {}, "align needs a decoder-only target"),
+        (pair, [], {}, "texts must be a non-empty list of texts"),
+        (pair, "one text", {}, "texts must be a non-empty list of texts"),
         (pair, ["short"], {}, "does not fit"),
         (pair, TEXTS, {"tokens": -1}, "tokens.*-1"),
         (pair, TEXTS, {"own_texts": -1}, "own_texts.*-1"),

@@ -1,4 +1,4 @@
-"""`make bench-gpu` without a GPU: its plan, its arithmetic, and a dry run on the CPU."""
+"""`make bench-gpu` without a GPU: the plan, the arithmetic, and a dry run on the CPU."""
 
 import json
 from collections import Counter, defaultdict
@@ -23,11 +23,10 @@ from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, PlannedMet
 from bass_lab.measure.roofline import H100, Roofline, StepWork
 from bass_lab.named_pairs import SHAPES, named_config
 
-METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
+METHODS = ["regular", "batched", "transformers", "batched", "single"]  # methods of the dry run
 
 
 def make_small(monkeypatch):
-    """Tiny models without warm-ups, and a check of few tokens."""
     monkeypatch.setattr(repeated_way, "WARM_UPS", 0)
     monkeypatch.setattr(decoding, "checked", partial(decoding.checked, new=4))
     monkeypatch.setattr(decoding, "load_pair", bass.load_pair)
@@ -48,7 +47,7 @@ def dry_run(tmp_path_factory):
     return code, records.read(output), output.parent
 
 
-def test_dry_run_writes_a_record_per_way(dry_run):
+def test_dry_run_writes_a_record_per_method(dry_run):
     code, lines, folder = dry_run
     assert code == 0
     assert [line["method"] for line in lines] == METHODS
@@ -72,14 +71,13 @@ def test_dry_run_writes_a_record_per_way(dry_run):
     assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
 
 
-def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
+def test_run_out_of_time_reports_missing_methods_and_fails(quick, capsys):
     assert decoding.main(["--dry-run", "--seconds", "0.001"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No check of exactness, no measurement of this machine."""
     make_small(monkeypatch)
     monkeypatch.setattr(decoding, "checked", lambda *_: {"passed": True})
     monkeypatch.setattr(decoding, "measure_device", lambda *_: H100)
@@ -102,7 +100,7 @@ def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypa
     assert [line["exactness"] for line in records.read(output)] == [{"passed": False}] * 2
 
 
-def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatch, capsys, tmp_path):
+def test_resumed_run_completes_missing_checks(one_way, monkeypatch, capsys, tmp_path):
     output = tmp_path / "gpu.jsonl"
     given = ["--dry-run", "--resume", "--repeats", "1", "--output", str(output)]
 
@@ -117,7 +115,7 @@ def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatc
     assert [line["exactness"] for line in records.read(output)] == [{"passed": True}] * 2
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["ways"], summary["left_out"], summary["passed"]) == (0, 0, True)
-    monkeypatch.setattr(decoding, "checked", killed)  # nothing is left to check
+    monkeypatch.setattr(decoding, "checked", killed)  # no check is left
     assert decoding.main(given) == 0
 
 
@@ -137,7 +135,7 @@ def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_plan_has_every_way_that_records_need(quick):
+def test_plan_has_every_method_of_the_records(quick):
     groups = defaultdict(tuple)
     for group in plan(quick) + PEERS:
         groups[group.shape, group.batch] += group.ways
@@ -159,7 +157,7 @@ def roofline_costs(**launches):
     return modelled_costs(*(Roofline(each, H100) for each in work), **launches)
 
 
-def test_draft_length_policy_of_a_way():
+def test_draft_length_policy_of_a_method():
     cost = roofline_costs()
     assert policy_of(REGULAR, 8, cost, 576) == 0
     assert policy_of(PlannedMethod("batched", 3, 0.8), 8, cost, 576) == 3
@@ -231,7 +229,7 @@ def test_device_rests_once_per_decode_step_of_a_rested_run(monkeypatch):
 
 
 class CompilationError(Exception):
-    """Like Triton's, no subclass of an error of torch."""
+    pass
 
 
 @pytest.fixture
@@ -248,7 +246,7 @@ def second_of_three_fails(monkeypatch, quick):
     monkeypatch.setattr(repeated_way.RepeatedWay, "once", failing)
 
 
-def test_failing_way_leaves_its_reason_and_the_others(second_of_three_fails, capsys, tmp_path):
+def test_failing_method_leaves_its_reason_and_other_results(second_of_three_fails, capsys, tmp_path):
     assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room in registers" in out
@@ -258,7 +256,7 @@ def test_failing_way_leaves_its_reason_and_the_others(second_of_three_fails, cap
     assert [line["reason"] for line in failed] == ["CompilationError: no room in registers"]
 
 
-def test_lost_device_ends_the_run_with_what_was_measured(second_of_three_fails, capsys, monkeypatch):
+def test_lost_device_ends_the_run_and_keeps_results(second_of_three_fails, capsys, monkeypatch):
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -1,5 +1,3 @@
-"""Timings are paired, latencies belong to rows, and a contradictory record is refused."""
-
 import itertools
 import json
 from collections import Counter
@@ -78,9 +76,9 @@ def test_other_drafters_are_measured_by_name(pair):
 
 def test_default_policy_records_its_costs(pair, lines):
     assert [line["k"] for line in lines if "costs" in line] == [None]
-    assert lines[-1]["costs"] is None  # this pair has no measured costs: a fixed length
+    assert lines[-1]["costs"] is None  # no measured costs: a fixed length
     embedded, how = load_pair(dtype="float32"), {"models": "embedded", "repeats": 1, "max_new_tokens": 4}
-    methods = ["regular", "single", "batched"]  # one row is not decoded as `single`
+    methods = ["regular", "single", "batched"]  # no `single` for one row
     prompts = {"mini": prompt_set("mini", 1)}
     (found,) = benchmark.bench(embedded, prompts, methods=methods, batches=[1], draft_length=None, **how)
     measured = costs_like(embedded).measured
@@ -100,7 +98,7 @@ def test_wrong_text_is_not_exact(pair, monkeypatch):
     options = {"models": "tiny", "methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
     (found,) = benchmark.bench(pair, {"three": PROMPTS}, batches=[3], other_lengths=[1, None], **options)
     assert [line["exactness"]["identical"] for line in found] == [2, 3, 3, 3, 3]
-    assert {record_lines.kind_of(line) for line in found} == {"speed"}  # the line of transformers is a result too
+    assert {record_lines.kind_of(line) for line in found} == {"speed"}  # transformers' line is a result, too
 
 
 def test_prompts_vary_from_repeat_to_repeat(pair, monkeypatch):
@@ -121,7 +119,7 @@ def test_prompts_vary_from_repeat_to_repeat(pair, monkeypatch):
 def test_latency_is_measured_from_a_rows_first_tokens_to_its_last():
     clock = clocks.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
     assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
-    # tokens that came at once have no latency: row 1 has none, then no row has
+    # tokens of one piece have no latency: first row 1 has none, then both rows
     assert clock.latencies(new=3) == {"first_ms": 1000.0, "last_ms": 1000.0, "mean_ms": 1000.0}
     assert all(np.isnan(value) for value in clock.latencies(new=1).values())
     assert clock.decoding_seconds() == 6.0 and clock.decoding_seconds(one_by_one=True) == 8.0
@@ -140,7 +138,7 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
 OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 6}
 
 
-def test_the_method_with_the_fewest_tokens_takes_the_next_turn(pair, monkeypatch):
+def test_method_with_the_fewest_tokens_runs_next(pair, monkeypatch):
     emitted, turns, step = Counter(), [], Session.step
 
     def watched(session):
@@ -155,23 +153,23 @@ def test_the_method_with_the_fewest_tokens_takes_the_next_turn(pair, monkeypatch
     benchmark.compare(pair, PROMPTS, repeats=2, take_turns=True, **OURS)
     assert len(emitted) == 3 * 4  # repeats, methods
     assert any(a is not b for a, b in itertools.pairwise(turns[3:10]))
-    first = list(emitted)[::4]  # of each repeat
+    first = list(emitted)[::4]  # per repeat
     assert [(session.policy.k, session.rows.max_rows) for session in first] == [(0, 3), (3, 1), (3, 3)]
 
 
 def test_a_method_is_timed_in_its_own_turns_only(pair, monkeypatch):
-    # Each reading of the clock adds a second: at both ends of a turn, and when its tokens have come.
+    # Each clock reading adds a second. The clock is read at both ends of a turn, and when tokens arrive.
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
-    assert runs.seconds["regular"] == 1 + 2 * 6  # session creation, then two for each step
-    assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
+    assert runs.seconds["regular"] == 1 + 2 * 6  # session creation, then two readings per step
+    assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # from the prefill's token to the last
 
 
 def test_impossible_comparisons_are_refused(pair):
     drafted = replace(pair, draft=NgramDrafter())
     assert "assisted" not in benchmark.methods_of(drafted)
     refused = [
-        (pair, {"methods": ["transformers", "regular"], "take_turns": True}, r"only .* methods .* \['transformers'\]"),
+        (pair, {"methods": ["transformers", "regular"], "take_turns": True}, r"this engine .* \['transformers'\]"),
         (drafted, {"methods": ["assisted"]}, "assisted"),
         (pair, {"methods": ["fast"]}, "one of"),
         (pair, {"repeats": 0}, "repeats must be"),
@@ -181,7 +179,7 @@ def test_impossible_comparisons_are_refused(pair):
             benchmark.compare(models, PROMPTS, **options)
 
 
-def test_baseline_is_transformers_where_it_is_faster(lines):
+def test_baseline_is_the_faster_method(lines):
     seconds = {"transformers": [1.0, 1.0], "regular": [2.0, 2.0], "batched": [0.5, 0.5]}
 
     def timed(line, seconds):
@@ -190,7 +188,7 @@ def test_baseline_is_transformers_where_it_is_faster(lines):
     chosen = [timed(line, seconds[line["method"]]) for line in lines if line["method"] in seconds]
     name, ratios = benchmark.over_baseline(chosen)
     assert (name, [ratio.median for ratio in ratios]) == ("transformers", [1.0, 0.5, 2.0, 2.0, 2.0])
-    assert "over transformers, which is faster" in benchmark.table(chosen)[2]
+    assert "relative to transformers, the faster baseline" in benchmark.table(chosen)[2]
     slower = [timed(line, [9.0, 9.0]) if line["method"] == "transformers" else line for line in chosen]
     assert benchmark.over_baseline(slower)[0] == "regular" and "which is faster" not in benchmark.table(slower)[2]
 
@@ -237,7 +235,7 @@ def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
-    path.write_text(path.read_text() + '{"method": "reg')  # by a run that was killed
+    path.write_text(path.read_text() + '{"method": "reg')  # a killed run
     done = CliRunner().invoke(main.app, ["bench", *options[:-1], "regular", "--record", str(path)])
     assert "over regular" in done.stdout and "2/2" in done.stdout
     checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
@@ -270,11 +268,11 @@ def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch):
     count()
     assert len(made) == 4 and all(session.session is not None for session in made)
     counted = sorted(set(runs.repeat))
-    assert len(counted) == 2 and counted[0] > 1  # the first after the one that warms up has recorded
+    assert len(counted) == 2 and counted[0] > 1  # the first repeat after the warm-up captured steps
     assert all(repeats[repeat] == repeats[repeat + 1] for repeat in counted)
 
 
-def test_repeats_that_always_record_are_disturbed(pair, monkeypatch):
+def test_repeats_with_constant_captures_are_disturbed(pair, monkeypatch):
     class Restless(KeptSession):
         count = itertools.count()
         recordings = property(lambda self: next(self.count))
@@ -282,12 +280,12 @@ def test_repeats_that_always_record_are_disturbed(pair, monkeypatch):
     monkeypatch.setattr(benchmark, "KeptSession", Restless)
     comparison = benchmark.compare(pair, PROMPTS, methods=["regular"], repeats=2, max_new_tokens=2)
     assert comparison.runs.disturbed.all() and [line["disturbed"] for line in comparison.lines()] == [2]
-    assert comparison.runs.repeat.tolist() == [5, 6]  # after twice as many that do not count
+    assert comparison.runs.repeat.tolist() == [5, 6]  # after twice as many discarded repeats
 
 
 @pytest.mark.parametrize("draft", ["draft model", "suffix"])
-def test_kept_session_writes_what_generate_writes(pair, monkeypatch, draft):
-    """With the same drafts: a drafter that learns from texts starts each run anew."""
+def test_kept_session_equals_generate(pair, monkeypatch, draft):
+    """A drafter that learns from texts starts each run anew."""
     pair = pair if draft == "draft model" else replace(pair, draft=SuffixDrafter(least=0.01))
     options = {"draft_length": 3, "temperature": 0.8, "eos_token_id": ()}
     expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=8, **options) for seed in range(2)]

@@ -1,5 +1,3 @@
-"""Calibration measures every point of the grid; times are exact on a clock that is moved by hand."""
-
 import json
 from collections import Counter
 from functools import partial
@@ -57,11 +55,11 @@ def test_calibration_counts_accepted_drafts(monkeypatch):
     kept, lost = calibration._acceptance(pair)
     assert 0.6 < kept / (kept + lost) < 0.9
     perfect = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
-    assert calibration._acceptance(perfect) == [2 * calibration.LOOKED_AT * 24, 0]  # 32 tokens are 1, 6 times 5, and 1
+    assert calibration._acceptance(perfect) == [2 * calibration.LOOKED_AT * 24, 0]  # 32 tokens: 1, 6 times 5, and 1
     nothing = bass.ModelPair(pair.target, NgramDrafter(longest=60, shortest=50), pair.tokenizer)
-    assert calibration._acceptance(nothing) == [0, 2 * calibration.LOOKED_AT * 30]  # in all steps except the last
+    assert calibration._acceptance(nothing) == [0, 2 * calibration.LOOKED_AT * 30]  # all steps except the last
     monkeypatch.setattr(calibration, "context_of", lambda pair: 40)
-    assert calibration._acceptance(pair) is None  # these texts do not fit
+    assert calibration._acceptance(pair) is None  # the texts do not fit
 
 
 def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
@@ -75,7 +73,7 @@ def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
     assert found.measured["samples"]["least"] >= calibration.REPLAYS
 
 
-def test_recorded_rows_surround_the_kv_length_and_regular_steps_are_launched_ahead(pair, monkeypatch):
+def test_captured_rows_surround_the_kv_length(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     ahead, made = count_ahead(monkeypatch), []
 
@@ -90,7 +88,7 @@ def test_recorded_rows_surround_the_kv_length_and_regular_steps_are_launched_ahe
     assert steps.groupby("step").k.unique().map(list).tolist() == 6 * [[0]] + 5 * [[1]] + 5 * [[3]]
     assert (steps.query("row == 0").kv_length - 1).tolist() == list(range(33, 49))  # 40 in the middle
     assert sum(name == "overheads" and k == 0 for name, (_, k, *_), _ in counted) == 3
-    assert ahead == {"launched": 4}  # the recording step launches the first
+    assert ahead == {"launched": 4}  # the capturing step launches the first
     costs = calibration.calibrate(pair, (1, 2), (1, 3), (24,), seconds=0)
     for k in (0, 2):
         ahead.clear()
@@ -108,7 +106,7 @@ def test_overhead_includes_drafts_without_a_table(pair, monkeypatch):
 
 
 def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch):
-    """Every forward pass advances the clock by its tokens, every reading by a little."""
+    """Every forward pass advances the clock by its tokens, and every reading advances the clock a little."""
     now = 0.0
 
     def read() -> float:
@@ -135,8 +133,7 @@ def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch)
     assert cost.overhead(2, 4) < 1e-3
 
 
-def test_passes_need_a_mask_and_steps_a_choice_of_the_default_policy(pair, monkeypatch):
-    """Rows of one length need no mask, so their passes would be too fast."""
+def test_passes_use_a_mask_and_steps_the_default_policy(pair, monkeypatch):
     met, chosen, feed, goodputs = set(), [], Runner.feed, Goodput.goodputs
 
     def fed(self, ids, starts, lengths, *, starts_host, **options):
@@ -156,7 +153,7 @@ def test_passes_need_a_mask_and_steps_a_choice_of_the_default_policy(pair, monke
     assert lengths == [0, 1, 3] and chosen == [2, 2]
 
 
-def test_calibration_without_a_draft_model_or_with_one_model_for_both():
+def test_calibration_without_a_separate_draft_model():
     model = tiny_model()
     cost = calibration.calibrate(bass.ModelPair(model), **LEAST)
     assert cost.draft_phases is None and cost.models["draft"]["attention"] is None
@@ -167,7 +164,7 @@ def test_calibration_without_a_draft_model_or_with_one_model_for_both():
 
 def test_impossible_grids_are_refused(pair):
     for options, reason in (
-        ({"kv_lengths": (8, 91)}, "beyond the context of 96"),
+        ({"kv_lengths": (8, 91)}, "exceed the context of 96"),
         ({"batches": (2, 2)}, "batches must be increasing"),
         ({"query_lengths": ()}, "query_lengths must be increasing"),
         ({"batches": (0, 1)}, "batches must be >= 1"),
@@ -202,7 +199,6 @@ def test_short_turns_and_rare_points_come_more_often(monkeypatch):
 
 @pytest.fixture
 def command(caches, monkeypatch):
-    """Run `bass calibrate` for two rows with a small comparison. Returns the result and its document."""
     small = partial(cost_check.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
     monkeypatch.setattr(cost_check, "check", small)
     monkeypatch.setattr(calibration, "LOOKED_AT", 1)

@@ -1,5 +1,3 @@
-"""`verify` passes the healthy engine, on any kind of pair, and fails planted bugs."""
-
 import json
 
 import pytest
@@ -46,7 +44,7 @@ def pair():
 
 
 def test_rejected_token_redrawn_from_p_is_caught(pair, monkeypatch):
-    """Without the residual max(0, p - q). Greedy and coupled text do not change, sampled text does."""
+    """The residual max(0, p - q) is ignored. Only sampled text changes."""
     decide = verification.token
 
     def from_p(drafted, lengths, q, p, keys):
@@ -72,7 +70,7 @@ def test_bug_of_temperature_alone_is_caught(pair, monkeypatch):
 
 
 def test_lost_cache_entry_is_caught(pair, monkeypatch):
-    """The keys of the last draft are lost, so a fully accepted draft leaves a stale position."""
+    """Losing the last draft token's keys leaves a stale position after a fully accepted draft."""
     original = EagerStep.target_pass
 
     def lossy(self, context, draft):
@@ -158,7 +156,7 @@ def test_command_prints_the_verdicts(monkeypatch, passed, word):
     assert f"{word}  greedy identity" in result.stdout and result.stdout.endswith(f"\n{word}\n")
 
 
-def test_law_of_likely_texts_agrees_with_the_law_of_all_texts():
+def test_likely_texts_keep_their_exact_probabilities():
     target = tiny_model(vocab_size=5, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     prompt = torch.tensor([1, 2])
     law = plain_decoding.likely_law(target, prompt, 0.8, 3, most=2)

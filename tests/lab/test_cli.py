@@ -68,7 +68,7 @@ def test_doctor_prints_json_only(target, draft):
         assert model["kv_bytes_per_row"] == context * 256
     assert str(BYTES) in document["tokenizers"]
     assert document["draft_length"] == "FixedLength(k=5)"
-    assert "not known on this device" in words(invoke("doctor", "-t", target, "-d", draft).stdout)
+    assert "not measured on this device" in words(invoke("doctor", "-t", target, "-d", draft).stdout)
 
 
 def test_doctor_explains_an_unsupported_attention_path(tmp_path):
@@ -95,7 +95,7 @@ def test_doctor_refuses_models_in_one_line(target, tmp_path):
         (("-t", target, "-d", other), "tokenizers differ"),
         (("-t", bamba), "Bamba"),
         (("-t", target, "-d", bloom), "Bloom"),
-        (("-t", target, "-d", "layers:9"), "has 2 layers, and 9 of them were to draft"),
+        (("-t", target, "-d", "layers:9"), "has only 2 layers; draft with fewer, got 9"),
         (("-t", target, "-d", target, "--quantize", "int3"), "quantize must be one of int8, int4"),
         (("-t", target, "-d", target, "--quantize", "drafts=int4"), "quantize must be one of int8, int4"),
     ):
@@ -112,14 +112,13 @@ def test_ctrl_c_prints_the_rows_so_far(monkeypatch):
     monkeypatch.setattr(bass, "generate", interrupted)
     result = invoke("generate", PROMPT, PROMPT, "--max-new-tokens", NEW)
     assert result.exit_code == 130 and "row 1: prompt 1, sample 0 (interrupted)" in result.stdout
-    assert "interrupted: these are the rows so far" in result.stderr
+    assert "interrupted: the rows are incomplete" in result.stderr
     rows = json.loads(invoke("generate", PROMPT, PROMPT, "--json").stdout)["rows"]
     assert [row["finish_reason"] for row in rows] == ["length", None]
 
 
 @pytest.fixture
 def lessons(monkeypatch, tmp_path):
-    """A folder with three notebooks; the names of the executed ones."""
     built = []
 
     def execute(source):
@@ -148,14 +147,14 @@ def test_all_or_the_named_notebooks_are_built(lessons):
 def test_unwritable_pages_are_refused_before_the_work(lessons, tmp_path, command):
     (tmp_path / "build").touch()
     refused = invoke(command)
-    assert refused.exit_code == 2 and "nothing can be written into" in refused.stderr and refused.stdout == ""
+    assert refused.exit_code == 2 and "cannot write into" in refused.stderr and refused.stdout == ""
     assert lessons == []
 
 
 def test_other_projects_notebooks_are_not_executed(lessons, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\n')
     refused = invoke("notebooks")
-    assert refused.exit_code == 2 and "there are no lessons here" in refused.stderr and lessons == []
+    assert refused.exit_code == 2 and "this folder has no lessons" in refused.stderr and lessons == []
 
 
 @pytest.mark.slow
@@ -179,7 +178,6 @@ def test_one_row_streams_and_its_summary_goes_to_standard_error():
 
 
 def test_options_reach_the_models_and_the_engine(target, draft):
-    """The text holds bytes that are not UTF-8."""
     options = {"max_new_tokens": 16, "temperature": 1.3, "top_k": 60, "top_p": 0.95, "seed": 7, "draft_length": 2}
     options |= {"verification": "block", "attention": "split"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -206,7 +204,7 @@ def test_sampling_options_are_noted_at_temperature_0(target):
     few = ("-t", target, "--max-new-tokens=2", "--draft-length=0")
     result = invoke("generate", PROMPT, *few, "--top-k=5", "--seed=9")
     assert result.exit_code == 0
-    assert "note: at temperature 0 nothing is drawn, and --top-k, --seed changes" in result.stderr
+    assert "note: without effect at temperature 0: --top-k, --seed" in result.stderr
     for flags in (["--top-k=5", "--temperature=1"], []):
         assert "note" not in invoke("generate", PROMPT, *few, *flags).stderr
 
@@ -222,7 +220,6 @@ def test_encoder_decoder_texts_are_printed_without_their_sources():
 
 @pytest.fixture
 def chatting(tmp_path):
-    """A target whose tokenizer has a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     return save(tmp_path / "chatting", tokenizer)
@@ -240,7 +237,7 @@ def test_chat_prints_the_answers_without_the_prompts(chatting):
 
 def test_a_file_holds_texts_and_conversations(chatting, tmp_path):
     asked = ["def f(x):\n", [{"role": "user", "content": "hello"}]]
-    file = tmp_path / "mini"  # as a prompt set is called
+    file = tmp_path / "mini"  # the name of a prompt set
     file.write_text(json.dumps({"prompt": asked[0]}) + "\n" + json.dumps({"messages": asked[1]}) + "\n")
     result = invoke("generate", "--input", file, "-t", chatting, "--max-new-tokens=6", "--json")
     document = json.loads(result.stdout)

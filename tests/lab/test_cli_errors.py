@@ -32,7 +32,7 @@ NUMBERS = ["-1", "0", "1", "2", "3.5", "1e400", "inf", "-inf", "nan", "1e-320", 
 
 
 class WorkBegins(BaseException):
-    """A call passed all checks: its first forward pass, notebook or run begins."""
+    pass
 
 
 class TooLong(BaseException):
@@ -56,7 +56,6 @@ def nothing_works(monkeypatch):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
-    """Files and folders of the wrong kind, by name."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "folder").mkdir()
     (folder / "text").write_text("no JSON\n")
@@ -92,7 +91,6 @@ def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
 
 
 def call(arguments: list[str]) -> Result | None:
-    """Return the result of a call, or None where its work would begin."""
     try:
         with bounded(seconds=20, gigabytes=6):
             return CliRunner().invoke(main.app, arguments, input="def f(x):\n")
@@ -101,7 +99,6 @@ def call(arguments: list[str]) -> Result | None:
 
 
 def fault(result: Result | None) -> str | None:
-    """Return the fault in how a call ended."""
     if result is None:
         return None
     if not isinstance(result.exception, SystemExit | None):
@@ -117,7 +114,7 @@ def fault(result: Result | None) -> str | None:
 
 
 def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
-    """For each command one to three of its options, with values of their kind and of others."""
+    """Yield calls of each command with one to three options, with valid and invalid values."""
     chance = random.Random(22)
     texts = ["", " ", "abc", "x" * 5000, "ä\udc80", "../..", "-", "=", "a=1,2", *files.values()]
     for number in range(CALLS):
@@ -155,33 +152,33 @@ def test_malformed_calls_end_without_a_traceback(files, tmp_path, monkeypatch):
 REFUSED = {
     ("generate", "x", "--draft-length", str(2**63)): "out of range",
     ("generate", "x", "--temperature", "nan"): "finite",
-    ("demo", "--rows", "1000"): "has 164 prompts",
+    ("demo", "--rows", "1000"): "from 1 to 164",
     ("bench", "--max-new-tokens", "1500"): "beyond the target model's context",
     ("bench", "--methods", "fast"): "methods must",
-    ("bench", "--record", "folder"): "no regular file",
+    ("bench", "--record", "folder"): "not a regular file",
     ("calibrate", "--target", "text"): "cannot load",
-    ("calibrate", "--output", "under a file"): "nothing can be written into",
+    ("calibrate", "--output", "under a file"): "cannot write into",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
-    ("record", "under a file"): "nothing can be written into",
-    ("bench", "--record", "under a file"): "nothing can be written into",
+    ("record", "under a file"): "cannot write into",
+    ("bench", "--record", "under a file"): "cannot write into",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
-    ("eval", "--problems", "folder"): "no regular file",
+    ("eval", "--problems", "folder"): "not a regular file",
     ("eval", "--problems", "none.jsonl.gz"): "gzip",
     ("eval", "--problems", "bad.jsonl.gz"): "no file of JSON lines",
     ("eval", "--problems", "deep.jsonl"): "recursion",
-    ("eval", "--output", "text"): "nothing can be written into",
+    ("eval", "--output", "text"): "cannot write into",
     ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
-    ("sweep", "full", "--out", "folder"): "no regular file",
-    ("sweep", "text", "--out", "text"): "nothing can be written into",
+    ("sweep", "full", "--out", "folder"): "not a regular file",
+    ("sweep", "text", "--out", "text"): "cannot write into",
     ("doctor", "--nosuch"): "No such option",
     ("nosuch",): "No such command",
     ("verify", "--target", "text"): "cannot load",
     ("verify", "--dtype", "float7"): "dtype",
-    ("verify", "model"): "models are named by --target NAME and --draft NAME",
-    ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
+    ("verify", "model"): "name models with --target NAME and --draft NAME",
+    ("record", "x.npz", "model"): "name models with --target NAME and --draft NAME",
     ("demo", "surplus"): "unexpected argument 'surplus'",
-    ("notebooks", "3", "99"): "there is no lesson 99; there are 00, 01,",
+    ("notebooks", "3", "99"): "no lesson 99; the lessons are 00, 01,",
     ("generate", "x", "--input", "text"): "leave one out",
     ("generate", "--input", "nosuch"): "does not exist",
     ("generate", "--input", "bytes.jsonl"): "bytes.jsonl",
@@ -191,7 +188,7 @@ REFUSED = {
     ("generate", "x", "--max-new-tokens=5000"): "context of",
     ("generate", "x", "--draft=/nowhere"): "without a target",
     ("generate", ""): "a prompt is empty",
-    ("generate", "caf\udce9"): "a prompt is not valid UTF-8: half a character stands at place 3",
+    ("generate", "caf\udce9"): "a prompt is not valid Unicode: lone surrogate at index 3",
     ("record", "x.npz", "--prompts", "other"): "prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got",
     ("generate", "--input", "folder"): "is a directory",
     ("generate", "x", "--chat"): "chat template",
@@ -282,7 +279,7 @@ def test_internal_fault_is_named_and_debug_shows_it(monkeypatch):
 
 @pytest.fixture
 def heeded():
-    """Programs started by a test obey Ctrl-C, also where the tests run in the background."""
+    """Let programs obey Ctrl-C, even if the tests run in the background."""
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, found)

@@ -1,5 +1,3 @@
-"""The corpus is deterministic and valid, and training contains no held-out text."""
-
 import ast
 import re
 

@@ -1,5 +1,3 @@
-"""Bytes and operations of a pass, and the utilisation of a device."""
-
 import pytest
 import torch
 from tiny import forward_passes, ragged_prompts, tiny_model
@@ -52,7 +50,7 @@ def test_mixture_of_experts_is_refused():
 
 def test_a_pass_reads_weights_once_and_keys_of_every_row():
     alone, eight = WORK.bytes(1, 1, 50), WORK.bytes(8, 1, 50)
-    per_row = 2 * 2 * 2 * 8 * (50 + 1) * 2  # keys and values, layers, heads, their size, positions, bytes
+    per_row = 2 * 2 * 2 * 8 * (50 + 1) * 2  # keys and values, layers, heads, head dimension, positions, bytes
     assert alone == 2 * 1000 + per_row and eight == 2 * 1000 + 8 * per_row
     assert WORK.flops(8, 3, 50) == 24 * (2 * 900 + 4 * 2 * 4 * 8 * 50)
 
@@ -69,7 +67,6 @@ def test_roof_is_memory_below_the_ridge_and_arithmetic_above():
 
 
 def run(*steps: dict) -> Trace:
-    """A trace of these steps. The default is a regular step of one token in 1 ms."""
     trace = Trace()
     for number, step in enumerate(steps):
         usual = {"row": [0], "kind": "decode", "k": 0, "drafted": 0, "accepted": 0, "emitted": 1}
@@ -93,7 +90,7 @@ def test_utilisation_by_hand():
     emitted = 2 * 1800 + 256 * (10 + 11) + 2 * 1800 + 256 * (20 + 21) + 1800 + 256 * 12
     assert used.verified == pytest.approx(verified / 1e6) and verified == 32_816
     assert used.emitted == pytest.approx(emitted / 1e6) and emitted == 27_944
-    # of the draft 2 * 90 and 4: row 0 feeds two tokens and then one, row 1 feeds two
+    # the draft's 2 * 90 and 4: row 0 feeds two tokens and then one, row 1 feeds two
     drafted = 3 * 180 + 4 * (9 + 10 + 11) + 2 * 180 + 4 * (19 + 20)
     assert used.draft == pytest.approx(drafted / 1e6) and drafted == 1_176
     # positions read and written: 64 elements each of the target, 2 of the draft; two bytes an element
@@ -115,7 +112,7 @@ def test_cut_off_tokens_are_not_counted():
 
 
 def test_a_pass_at_its_roof_uses_the_whole_bandwidth():
-    regular = REGULAR | {"verify_ms": 1e3 * Roofline(WORK, DEVICE).seconds(1, 1, 11)}  # 11 cached, one written
+    regular = REGULAR | {"verify_ms": 1e3 * Roofline(WORK, DEVICE).seconds(1, 1, 11)}  # one cached, one written
     used = utilisation(run(regular).steps, WORK, None, DEVICE)
     assert used.bandwidth == pytest.approx(1) and used.verified < 1
 
@@ -130,7 +127,7 @@ def test_utilisation_of_nothing_is_refused():
 def test_passes_and_tokens_equal_the_engines(draft_length):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     options = {"max_new_tokens": 20, "draft_length": draft_length, "eos_token_id": ()}
-    bass.generate(pair, ragged_prompts(7), **options)  # chooses the attention path
+    bass.generate(pair, ragged_prompts(7), **options)  # selects the attention path
     once = StepWork(weights=1, products=1, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
     nothing = StepWork(weights=0, products=0, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
     with forward_passes(pair.target) as verified, forward_passes(pair.draft) as drafted:

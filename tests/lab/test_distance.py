@@ -1,5 +1,3 @@
-"""The distance between two targets, by hand, and the effect of a lossy rule, by enumeration."""
-
 import math
 
 import pytest
@@ -25,7 +23,6 @@ def pairs():
 
 
 def by_hand(first, second, prompt, text, at, temperature):
-    """TV and KL at token `at` of the text."""
     ids = torch.cat([prompt, text[:at]])[None]
     with torch.inference_mode():
         p, q = ((each.target(ids).logits[0, -1].double() / temperature).softmax(-1) for each in (first, second))
@@ -91,18 +88,18 @@ def test_impossible_comparisons_are_refused(pairs):
             lab.distance(*models, prompts, max_new_tokens=2, temperature=temperature)
 
 
-def test_the_lossy_rule_changes_the_law_and_the_exact_one_does_not():
+def test_only_the_lossy_rule_changes_the_distribution():
     found = l10_lossy.exact_distances((0.3, 0.0), pairs=2)
     assert found.loc["exact", "largest tv"] < 1e-12
     assert (found.drop("exact")["mean tv"] > 0.01).all()
     assert found.loc["ε = 0.0", "mean tv"] > found.loc["ε = 0.3", "mean tv"]
 
 
-def test_always_accepting_gives_the_drafts_law():
+def test_always_accepting_gives_the_drafts_distribution():
     target, draft = tabular(3, 0), tabular(3, 100)
     with l10_lossy.lossy(0.0):
         law = law_of_engine(target, draft, 3, lambda: FixedLength(2))
-    first = {(tokens[0][:1],): 0.0 for tokens in law}  # the token of the prefill is the target's
+    first = {(tokens[0][:1],): 0.0 for tokens in law}  # the prefill's token comes from the target
     for tokens, chance in law.items():
         first[(tokens[0][:1],)] += chance
     assert total_variation(first, exact_law(target, 1)) < 1e-12

@@ -1,5 +1,3 @@
-"""`check_drafter` passes correct drafters and names each broken demand."""
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +18,7 @@ NAMES = [*LAWS, "greedy identity", "coupled identity", "sessions apart"]
 
 
 class Guesses(bass.Drafter):
-    """Guesses from the last token, by a random table of logits."""
+    """Draft from the last token with a random table of logits."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -93,7 +91,6 @@ def broken(drafter: bass.Drafter, **options) -> list[str]:
 
 @pytest.fixture
 def one_way(monkeypatch):
-    """Laws of one way to sample, of a target with one layer, and short texts."""
     for name, value in (("WAYS", drafter_checks.WAYS[2:]), ("_small_target", lambda: FEW), ("NEW", 8), ("ROWS", 4)):
         monkeypatch.setattr(drafter_checks, name, value)
 
@@ -111,7 +108,7 @@ def test_correct_drafter_passes(one_way):
     ],
     ids=lambda drafter: type(drafter).__name__,
 )
-def test_correct_drafters_pass_in_all_ways(drafter):
+def test_correct_drafters_pass_all_sampling_methods(drafter):
     report = lab.check_drafter(drafter, tiny_model(dtype="float64"))
     assert report.passed, report.table().to_string()
 

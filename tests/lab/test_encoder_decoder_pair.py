@@ -1,5 +1,3 @@
-"""The recipe of the embedded encoder-decoder pair resumes; the shipped pair writes functions."""
-
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

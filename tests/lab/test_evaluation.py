@@ -1,5 +1,3 @@
-"""The mini set: its format, its tests, and files of problems."""
-
 import ast
 import gzip
 import json
@@ -82,7 +80,6 @@ def written(path: Path, problems: list[Problem]) -> Path:
 )
 @pytest.mark.parametrize("field", ["prompt", "test", "canonical_solution"])
 def test_unknown_code_outside_the_sandbox_has_to_be_trusted(tmp_path, known, field):
-    """The reference solution runs inside, so it may differ."""
     problems = load_problems(known)
     assert load_problems(written(tmp_path / "same.jsonl", problems)) == problems
     with pytest.raises(ValueError, match="trust_problems=True"):

@@ -1,5 +1,3 @@
-"""The G-test, its power and Holm's correction against scipy."""
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -33,7 +31,7 @@ def test_g_test_is_scipys_with_williams_correction():
     assert found["p_value"] == pytest.approx(stats.chi2.sf(statistic / williams, 2))
 
 
-def test_p_values_are_uniform_where_the_law_holds():
+def test_p_values_are_uniform_for_the_true_distribution():
     law, rng = skewed_law(), np.random.default_rng(1)
     found = [p_value(law, list(law.values()), 2000, rng) for _ in range(300)]
     assert stats.kstest(found, "uniform").pvalue > 1e-3

@@ -1,4 +1,4 @@
-"""`make gpu` rehearsed on a CPU: its stages, their files and limits, and how a stage goes on after a cut."""
+"""`make gpu` rehearsed on a CPU: stages, files, time limits, and resumed stages."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def lines(file: Path) -> list[dict]:
 
 @pytest.fixture
 def sanitizer(tmp_path, monkeypatch):
-    """Put a compute-sanitizer of these shell lines first in PATH. python: shell lines that replace the tests."""
+    """Put a fake compute-sanitizer with these shell lines first in PATH. python: shell lines that replace the tests."""
 
     def put(script: str, python: str | None = "echo 6 passed in 9s") -> None:
         programs = tmp_path / "bin"
@@ -40,7 +40,7 @@ def sanitizer(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitizer):
+def test_rehearsal_writes_all_files_of_the_stages(tmp_path, capfd, sanitizer):
     sanitizer(
         'until [ "$1" = --tool ]; do shift; done; shift 2; "$@" && echo "========= ERROR SUMMARY: 0 errors"', None
     )
@@ -50,7 +50,7 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitiz
     for summary in summaries:
         assert summary["code"] == 0 and "missing" not in summary["files"].values()
     outcomes = Counter(line["outcome"] for line in lines(tmp_path / "tests.jsonl"))
-    assert set(outcomes) == {"passed", "skipped"} and outcomes["passed"] > 30  # those that a CPU can rehearse
+    assert set(outcomes) == {"passed", "skipped"} and outcomes["passed"] > 30  # the CPU rehearses enough tests
     assert not [line for file in tmp_path.glob("*.jsonl") for line in lines(file) if "failed" in line]
 
 
@@ -73,7 +73,7 @@ def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
     summary = stages.run("tests", tmp_path, seconds=1.5)
     assert summary["code"] == code and summary["files"] == {"tests.jsonl": "missing"}
     until, child = time.monotonic() + 10, int(mark.read_text())
-    while sweeps.alive(child) and time.monotonic() < until:  # a signal takes its moment
+    while sweeps.alive(child) and time.monotonic() < until:  # a signal takes a moment
         time.sleep(0.01)
     assert not sweeps.alive(child)
 
@@ -94,7 +94,7 @@ def test_stage_without_its_packages_is_left_out(monkeypatch, tmp_path):
         ("6 passed in 9s", "6 passed"),
     ],
 )
-def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer, says, found):
+def test_clean_kernel_ran_without_sanitizer_errors(tmp_path, sanitizer, says, found):
     sanitizer(f"echo '{says}'")
     part = parts.sanitized(tmp_path, rehearse=False)
     unwatched, *written = lines(tmp_path / "sanitizers.jsonl")
@@ -106,7 +106,7 @@ def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer
         assert len(part.failed) == len(written) and all(found in line["failed"] for line in written)
 
 
-def test_kernel_that_takes_too_long_leaves_time_and_comes_last_next_time(tmp_path, sanitizer, monkeypatch):
+def test_slow_kernel_is_cut_off_and_runs_last_next_time(tmp_path, sanitizer, monkeypatch):
     monkeypatch.setattr(parts, "WATCHED", 0.7)
     sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
     part, slow = parts.sanitized(tmp_path, rehearse=False), ["memcheck test_writes", "racecheck test_writes"]
@@ -114,19 +114,19 @@ def test_kernel_that_takes_too_long_leaves_time_and_comes_last_next_time(tmp_pat
     watched = [line["case"] for line in lines(file) if "summary" in line][1:]
     assert part.failed == slow and len(watched) == 12 and "racecheck test_attention" in watched
     kept = [line for line in file.read_text().splitlines() if "unwatched" in line or "test_writes" in line]
-    file.write_text("".join(f"{line}\n" for line in kept))  # as if it had been killed
+    file.write_text("".join(f"{line}\n" for line in kept))  # like a killed run
     assert parts.sanitized(tmp_path, rehearse=False).failed == slow
     assert [line["case"] for line in lines(file)][-2:] == slow and len(lines(file)) == 3 + 14
 
 
-def test_kernels_that_fail_unwatched_are_not_sanitized(tmp_path, sanitizer):
+def test_failing_kernels_are_not_sanitized(tmp_path, sanitizer):
     sanitizer('echo "1 passed; ========= ERROR SUMMARY: 0 errors"', python="echo 1 failed, 5 passed; exit 1")
     assert parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
     assert len(lines(tmp_path / "sanitizers.jsonl")) == 1
 
 
 def test_nothing_is_recorded_in_a_timeline(monkeypatch):
-    """Rows end one by one. Without steps ahead, as under a profiler, they need other recordings."""
+    """Without overlapped steps, as under a profiler, ending rows need other captures."""
     use_on_cpu(monkeypatch)
     made, original = [], parts.profile
 

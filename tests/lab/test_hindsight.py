@@ -1,5 +1,3 @@
-"""The best schedule in hindsight against every possible one, and regret."""
-
 import itertools
 from dataclasses import replace
 
@@ -18,7 +16,6 @@ from bass_lab.study.simulator import regret, simulate
 
 
 def brute_force(replay, cost):
-    """Least seconds over all sequences of shared draft lengths."""
 
     def least(at):
         live = [row for row in range(len(at)) if at[row] < replay.ends[row]]

@@ -1,5 +1,3 @@
-"""The import contracts in pyproject.toml hold, and a planted import breaks them."""
-
 import os
 import shutil
 import subprocess
@@ -31,7 +29,6 @@ BROKEN = {
 
 
 def lint(folder: Path, planted: dict[str, str]) -> subprocess.CompletedProcess:
-    """Check the contracts on a copy of the packages with these lines added to its files."""
     for name in ("bass_lab", "bass_core", "kernels/bass_kernels"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("assets", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)

@@ -1,5 +1,3 @@
-"""Launches of a step, counted without a GPU."""
-
 import io
 import json
 import subprocess
@@ -44,7 +42,7 @@ def tables():
     return {name: pd.read_json(io.StringIO(table)) for name, table in lines.items()}
 
 
-def test_operators_count_where_they_fill_memory_and_regions_by_their_code(tables):
+def test_operators_and_regions_are_counted(tables):
     table = tables["by hand"].set_index(["phase", "what"]).launches
     assert table["plain"].to_dict() == {"add": 1, "clone": 1, "add_": 1}
     assert table["region"].to_dict() == {"product": 2 * 2, "fused": 2 * 1}
@@ -52,7 +50,7 @@ def test_operators_count_where_they_fill_memory_and_regions_by_their_code(tables
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("phase", ["draft", "verify"])
-def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, phase, temperature):
+def test_layer_launches_products_attention_and_fused_kernels(tables, phase, temperature):
     table = tables[f"temperature {temperature}"].query("phase == @phase and place == 'layers'")
     each = table.set_index("what").each.to_dict()
     assert each == {"product": 4, "fused": 5, "_write_token": 1, "_attend_pieces": 1}
@@ -61,7 +59,7 @@ def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, pha
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_draft_pass_launches_few_kernels_around_its_layers(tables, temperature):
     table = tables[f"temperature {temperature}"].query("phase == 'draft'").groupby("place").launches.sum()
-    # Embedding, where tokens go, rotary factors, norm, logits; torch 2.11 fuses in two more kernels. One plan.
+    # Embedding, token indices, rotary factors, norm, logits; torch 2.11 fuses in two more kernels. One plan.
     assert table.around <= 5 * 7 + 2
     assert table.glue <= 5 + 14
 

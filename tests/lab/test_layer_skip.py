@@ -1,5 +1,3 @@
-"""Drafts by the target's own first layers, `layers:N`."""
-
 import functools
 
 import pytest
@@ -29,12 +27,12 @@ def test_first_layers_share_weights_and_leave_the_target_unchanged():
     assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
     assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
     with bass.Session(bass.ModelPair(target, LayerSkipDrafter(1)), draft_length=3, eos_token_id=()) as session:
-        with forward_passes(target) as passes:  # its hooks see its own passes alone
+        with forward_passes(target) as passes:  # hooks see the target's passes
             session.submit(ragged_prompts(5)[0], max_new_tokens=9)
             while not session.idle:
                 session.step()
         assert len(passes) == session.trace.steps.step.nunique() and session.trace.steps.drafted.sum() > 0
-    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
+    with pytest.raises(ValueError, match="has only 2 layers; draft with fewer, got 2"):
         bass.Session(bass.ModelPair(tiny_model(), LayerSkipDrafter(2)))
 
 
@@ -44,7 +42,7 @@ def test_models_that_cannot_be_cut_are_refused():
     decoding = pytest.raises(ValueError, match="is decoding at this moment")
     with bass.Session(bass.ModelPair(target)) as running, running.prepared(), decoding:
         bass.Session(pair)
-    bass.generate(pair, ragged_prompts(5), max_new_tokens=3)  # nothing stays
+    bass.generate(pair, ragged_prompts(5), max_new_tokens=3)  # the target is restored
     target.forward = functools.partial(target.forward)
     with pytest.raises(ValueError, match="LlamaForCausalLM has a forward of its own"):
         bass.Session(pair)

@@ -1,5 +1,3 @@
-"""Load: arrivals, files of workloads, metrics by hand, the highest load, accuracy in time."""
-
 import json
 import re
 from functools import partial
@@ -30,7 +28,7 @@ def test_arrivals_have_their_rate_and_variance(burst):
         counts.append((times < span).sum())
     error = np.sqrt(rate * span * (2 * burst - 1) / runs)
     assert abs(np.mean(counts) - rate * span) < 4 * error
-    # the variance of a sample variance of about normal counts is 2 σ⁴ / runs
+    # the variance of a sample variance of nearly normal counts is 2 σ⁴ / runs
     assert np.var(counts, ddof=1) / (rate * span) == pytest.approx(2 * burst - 1, rel=4 * np.sqrt(2 / runs))
 
 
@@ -82,7 +80,7 @@ def test_recorded_times_seeds_and_prompt_numbers_are_kept(tmp_path):
     assert recorded(tmp_path, {"arrived": "12:00:01"}, {"arrived": "12:00:03.5"}).arrived.tolist() == [0, 2.5]
     found = recorded(tmp_path, *lines, prompts=["a", "b", "c"])
     assert found.seed.tolist() == [40, 41, 42] and found.prompt.tolist() == ["c", "b", "a"]
-    with pytest.raises(ValueError, match="number 2 is none of the 2 prompts"):
+    with pytest.raises(ValueError, match="number 2 is out of range for 2 prompts"):
         recorded(tmp_path, *lines, prompts=["a", "b"])
 
 
@@ -92,12 +90,12 @@ COMMON = '{"arrived": 1.0, "max_new_tokens": '
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("load.jsonl", '{"arrived": 1.0}\n', "lacks max_new_tokens"),
+        ("load.jsonl", '{"arrived": 1.0}\n', "max_new_tokens is missing"),
         ("load.jsonl", COMMON + "0}\n", "max_new_tokens must be >= 1"),
         ("load.jsonl", COMMON + '2, "deadline": -1}\n', "deadline must be seconds > 0"),
         ("load.jsonl", "no JSON\n", "holds no workload"),
         ("load.jsonl", "[1]\n", "holds no workload"),
-        ("load.jsonl", "", "it lacks arrived; it has nothing"),
+        ("load.jsonl", "", "arrived is missing; the columns are none"),
         ("load.jsonl", '{"arrived": "noon", "max_new_tokens": 2}', "seconds, ISO dates or times of day, got 'noon'"),
         ("load.jsonl", f"{COMMON}2}}\n{COMMON}null}}\n", "request 1 has no max_new_tokens"),
         ("load.csv", "arrived,max_new_tokens,prompt\n0,4,a\n1,4,\n", "request 1 has no prompt"),
@@ -145,14 +143,14 @@ def test_percentiles_by_hand():
     found = run.summary(warm_up=0).value["end_ms"]
     assert found[["p50", "p95", "p99"]].tolist() == pytest.approx([150, 195, 199])
     assert found["mean"] == pytest.approx(150.5)
-    assert run.quantile("end_ms", 0.5, 0.5) == pytest.approx(175)  # the first half left out
+    assert run.quantile("end_ms", 0.5, 0.5) == pytest.approx(175)  # without the first half
     assert run.holds(Target(end_ms=199, share=0.99), 0) and not run.holds(Target(end_ms=198, share=0.99), 0)
 
 
 def test_rates_by_hand():
     steps = [
         (0.0, 1.0, "prefill", 2, 0.0, 0, 0, 2),
-        (1.0, 3.0, "decode", 2, 3.0, 6, 3, 4),  # one of the five is beyond the end
+        (1.0, 3.0, "decode", 2, 3.0, 6, 3, 4),  # one of five is beyond the end
         (3.0, 5.0, "decode", 1, 1.0, 1, 1, 2),
     ]
     run = run_of([5.0, 10.0], arrived=[0.0, 1.0], first=[1.0, 1.5], steps=steps)
@@ -244,7 +242,7 @@ def test_bearable_rate_counts_served_requests():
     ]
     assert rates == pytest.approx([40 / 41] * 3, rel=1e-3)
     refusing = run_of(np.arange(40) + 0.5, reasons=["error"] * 40)
-    with pytest.raises(ValueError, match="of 40 requests that came at once none was served: they ended by error"):
+    with pytest.raises(ValueError, match="none of 40 simultaneous requests was served; finish reasons: error"):
         bearable_rate(lambda asked: refusing, Workload.draw(Poisson(1.0), 40))
 
 
@@ -273,14 +271,14 @@ def asked(*arrived, deadline=np.nan):
 
 
 def test_answers_in_time_by_hand():
-    """Problem 0: rows done at 1 s (sure, right) and 3 s; problem 1: at 2 s (unsure, wrong) and 4 s (sure, right)."""
+    """Problem 0: rows end at 1 s (sure, right) and 3 s. Problem 1: at 2 s (unsure, wrong) and 4 s (sure, right)."""
     ways = {"one": samples((1.0, 3.0), (2.0, 4.0))}
     found = load.front(asked(0.0, 1.0), ways, [2.0, 10.0])
-    assert found.pass_first.tolist() == [0.5, 1.0]  # at 2 s problem 1 has its wrong row alone
+    assert found.pass_first.tolist() == [0.5, 1.0]  # at 2 s problem 1 has only the wrong row
     assert found.p50_ms.tolist() == pytest.approx([2000, 3000]) and found.p99_ms.tolist() == pytest.approx([3000, 6000])
     assert found.requests_per_s.tolist() == pytest.approx([2 / 4, 2 / 7]) and found.front.tolist() == [True, True]
     late = load.front(asked(0.0, 1.0, deadline=4.5), ways).iloc[0]
-    # the second begins at 3, its client leaves at 5.5: 2.5 s of decoding, its first row is done, and wrong
+    # the second begins at 3 and is cancelled at 5.5: after 2.5 s its first row is done, and wrong
     assert late.pass_first == 0.5 and late.answered == 1 and late.p99_ms == pytest.approx(4500)
 
 
@@ -290,7 +288,7 @@ def test_cut_off_rows_occupy_the_server_until_the_answer():
     assert found.p50_ms == pytest.approx(10_000) and found.p99_ms == pytest.approx(20_000) and found.answered == 0.5
     left = load.front(asked(0.0, 0.0, deadline=4.0), ways).iloc[0]
     assert left.p50_ms == pytest.approx(4000)
-    with pytest.raises(ValueError, match="rows of cut were cut off: who waits for them needs a budget or a deadline"):
+    with pytest.raises(ValueError, match="rows of cut were cut off; give finite budgets, or all requests deadlines"):
         load.front(asked(0.0), ways)
 
 
@@ -307,7 +305,7 @@ def test_command_simulates_within_80_columns(tmp_path):
     saved = str(tmp_path / "load.jsonl")
     done = invoke("load", "--simulate", "h100", "--rate", "40", "--count", "12", "--between-ms", "9", "--save", saved)
     assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
-    assert "simulated by costs of NVIDIA H100" in " ".join(done.output.split())
+    assert "simulated with costs of NVIDIA H100" in " ".join(done.output.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
     again = invoke("load", "--simulate", "h100", "--workload", saved, "--json")
     found = json.loads(again.stdout)
@@ -325,17 +323,17 @@ def test_command_simulates_within_80_columns(tmp_path):
         (("--url", "http://x", "--draft-length", "0"), "--url does not take --draft-length"),
         (("--model", "x"), "without --url does not take --model"),
         (("--simulate", "here", "--temperature", "1"), "does not take --temperature"),
-        (("--highest",), "needs a target"),
+        (("--highest",), "needs a latency target"),
         (("--rate", "0"), "above 0"),
         (("--simulate", "nowhere"), "here, h100 or a file of costs; got 'nowhere'"),
-        (("--url", "ftp://x"), "url must be that of a server"),
+        (("--url", "ftp://x"), "url must be an http or https address"),
         (("--url", "http://127.0.0.1:9"), "refused"),
         (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "--record does not take --highest"),
         (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
         (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
         (("--workload", "/dev/null", "--rate", "4"), "--workload does not take --rate"),
         (("--simulate", "h100", "--between-ms", "0"), "between_ms"),
-        (("--simulate", "h100", "--save", "x.csv"), "--save writes JSON lines, to a file of their own"),
+        (("--simulate", "h100", "--save", "x.csv"), "--save writes JSON lines and cannot use x.csv"),
         (("--api-key", "x"), "without --url does not take --api-key"),
         (("--simulate", "h100", "--trace", "/dev/null"), "/dev/null holds no trace; `bass record` makes one"),
     ],
@@ -348,7 +346,6 @@ def test_impossible_calls_are_one_line(words, said, tmp_path, monkeypatch):
 
 
 def answered(workload, *given, **options):
-    """A service that takes a second per request and refuses the prompt "no"."""
     asked = workload.requests
     reasons = ["error" if prompt == "no" else "length" for prompt in asked.prompt]
     run = run_of(asked.arrived + 1.0, first=asked.arrived + 0.5, arrived=asked.arrived, reasons=reasons)
@@ -358,7 +355,6 @@ def answered(workload, *given, **options):
 
 @pytest.fixture
 def service(monkeypatch):
-    """Replaces `over_http`. The list holds the number of requests and the key of each call."""
     served = []
 
     def over_http(workload, url, *, api_key, **options):
@@ -382,7 +378,7 @@ def test_failed_requests_are_an_exit_code(service, tmp_path):
 def test_unreachable_target_is_refused_at_once(service):
     refused = invoke("load", "--url", "http://x", "--highest", "--end-ms", "900")
     assert refused.exit_code == 2 and service == [(1, None)] * 2
-    assert "a request that is served alone misses the target already: it takes end_ms 1000" in refused.stderr
+    assert "a single request already misses the target: it takes end_ms 1000" in refused.stderr
     assert invoke("load", "--url", "http://x", "--highest", "--end-ms", "1100", "--json").exit_code == 0
 
 
@@ -399,4 +395,4 @@ def test_wrong_record_file_is_refused_before_serving(tmp_path, monkeypatch):
     notes.write_text("my notes")
     monkeypatch.setattr(load, "in_process", lambda *given, **options: pytest.fail("served"))
     refused = invoke("load", "--record", str(notes), "--count", "4")
-    assert refused.exit_code == 2 and "left as it is" in refused.stderr and notes.read_text() == "my notes"
+    assert refused.exit_code == 2 and "was not changed" in refused.stderr and notes.read_text() == "my notes"

@@ -1,4 +1,4 @@
-"""Load over HTTP, against a small server that implements the needed part of OpenAI's protocol."""
+"""Load over HTTP, against a small server with the needed part of OpenAI's protocol."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "hello"}]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Sends four pieces of text with eight tokens. The prompt names a fault."""
+    """Send four pieces of text with eight tokens. The prompt names a fault."""
 
     def log_message(self, *arguments):
         pass
@@ -111,7 +111,7 @@ def test_failed_requests_have_their_own_errors_and_clients_leave(server):
     assert "429" in run.meta["errors"][1] and "no room" in run.meta["errors"][1]
     assert "without a finish_reason" in run.meta["errors"][2] and set(run.meta["errors"]) == {1, 2}
     assert run.latencies.late.tolist() == [False, False, False, True]
-    assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 50 * PIECE  # not even the first piece came
+    assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 50 * PIECE  # before the first piece
     assert run.requests.tokens[2] == 2 and run.latencies.end_ms.isna().tolist() == [False, True, True, True]
 
 
@@ -126,5 +126,5 @@ def test_last_token_without_text_is_timed(server):
 def test_missing_server_is_refused_before_sending():
     with pytest.raises(OSError, match="refused"):
         over_http(workload(["a"]), "127.0.0.1:9")
-    with pytest.raises(ValueError, match="url must be that of a server"):
+    with pytest.raises(ValueError, match="url must be an http or https address"):
         over_http(workload(["a"]), "ftp://somewhere")

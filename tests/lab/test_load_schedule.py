@@ -1,4 +1,4 @@
-"""Simulated load: a schedule by hand, the M/D/1 queue, and the engine's schedule step by step."""
+"""Simulated load: a schedule worked by hand, the M/D/1 queue, and the engine's schedule step by step."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -28,15 +28,15 @@ def workload(arrived, new=5, numbers=None, deadline=np.nan, prompts=None):
     return Workload(pd.DataFrame(columns | {"max_new_tokens": new, "deadline": deadline, "seed": 0}))
 
 
-def test_five_requests_at_two_places():
-    """A prefill takes 2 s, a step of two tokens drafted 1.2 s. Each request: its prefill's token, then 4 more.
+def test_five_requests_in_two_slots():
+    """A prefill takes 2 s, a step with two drafts 1.2 s. Each request: the prefill's token, then 4 more.
 
-    Texts 0, 1, 2 accept all (3 + 1 tokens), 3 and 4 nothing (4 steps of one token; the last drafts nothing: 1 s).
+    Texts 0, 1, 2 accept all drafts (3 + 1 tokens), texts 3, 4 none (4 steps of one token; the last step: 1 s).
     """
     trace = trace_of("1111", "1111", "1111", "0000", "0000")
     arriving = workload([0.0, 0.5, 0.6, 5.0, 30.0])
     run = simulate(arriving, trace, Linear(), draft_length=2, max_batch_size=2, prefill=lambda rows, tokens: 2.0)
-    # 0-2 prefill 0; 2-4 prefill 1 (a place is free, 2 waits); 4-5.2 both; 5.2-6.2 both, and end
+    # 0-2 prefill 0; 2-4 prefill 1 (a slot is free, 2 waits); 4-5.2 both; 5.2-6.2 both, and end
     # 6.2-8.2 prefill 2, 3; 8.2-9.4 both; 9.4-10.6 both, and 2 ends; then 3 alone
     assert run.requests.started.tolist() == pytest.approx([0, 2, 6.2, 6.2, 30])
     assert run.requests["first"].tolist() == pytest.approx([2, 4, 8.2, 8.2, 32])
@@ -55,7 +55,7 @@ def test_client_that_leaves_ends_before_the_next_step():
     trace = trace_of("0000", "0000", "0000")
     arriving = workload([0.0, 0.1, 0.2], deadline=[3.5, 1.0, np.nan])
     run = simulate(arriving, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 2.0)
-    # 0-2 prefill 0; 1 left at 1.1, seen at 2; 2-4 decode 0, which has left at 4; 4-6 prefill 2
+    # 0-2 prefill 0; 1 cancelled at 1.1, noticed at 2; 2-4 decode 0, cancelled at 4; 4-6 prefill 2
     assert run.requests.finish_reason.tolist() == ["budget", "budget", "length"]
     assert run.requests.ended.tolist() == pytest.approx([4, 2, 10])
     assert run.requests.tokens.tolist() == [3, 0, 5]
@@ -80,8 +80,8 @@ def test_a_long_prefill_is_priced_by_its_tokens():
     assert lab.load.prefill_seconds(cost, 2, 3) == pytest.approx(1 + 0.1 * 6)
 
 
-def test_one_place_and_one_token_are_an_md1_queue():
-    """The mean wait is load / (2 (1 - load)) services (Pollaczek 1930, Khinchine 1932)."""
+def test_single_slot_with_one_token_is_an_md1_queue():
+    """The mean wait is load / (2 (1 - load)) service times (Pollaczek 1930, Khinchine 1932)."""
     trace, load = trace_of("0"), 0.6
     waits = []
     for seed in range(4):
@@ -105,7 +105,7 @@ def greedy(tiny_pair, prompts):
 
 
 def served_by_the_engine(arriving: Workload, pair, policy, places: int, seconds) -> LoadRun:
-    """Serve with a session whose n-th step of a kind takes `seconds(kind, n)`."""
+    """Serve with a session. Step n of a kind takes `seconds(kind, n)`."""
     requests, now = arriving.requests, 0.0
     handles, ended, pieces = [], {}, []
     with bass.Session(pair, max_batch_size=places, draft_length=policy, eos_token_id=()) as session:
@@ -128,7 +128,7 @@ def served_by_the_engine(arriving: Workload, pair, policy, places: int, seconds)
 )
 def test_simulator_finishes_when_the_engine_does(tiny_pair, prompts, greedy, policy, places):
     generator = np.random.default_rng(places)
-    numbers = generator.integers(len(prompts), size=15)  # repeated prompts share a prefill while they wait
+    numbers = generator.integers(len(prompts), size=15)  # waiting rows with equal prompts share a prefill
     arriving = workload(
         np.sort(generator.uniform(0, 40, 15)), new=generator.integers(1, 24, 15), numbers=numbers,
         prompts=[prompts[number].tolist() for number in numbers],
@@ -152,7 +152,7 @@ def test_simulator_finishes_when_the_engine_does(tiny_pair, prompts, greedy, pol
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_under_load_equal_those_of_generate(tiny_pair, prompts, temperature):
+def test_texts_under_load_equal_generate(tiny_pair, prompts, temperature):
     arriving = workload([0.0, 0.0, 0.001, 0.01, 0.02, 0.02, 0.03, 0.1], new=12, prompts=[p.tolist() for p in prompts])
     options = {"temperature": temperature, "draft_length": 3, "eos_token_id": ()}
     run = in_process(arriving, tiny_pair, max_batch_size=3, **options)
@@ -190,7 +190,7 @@ def test_too_long_requests_are_refused(tiny_pair, prompts):
 
 def test_steps_are_recorded_before_the_clock_starts(monkeypatch, tiny_pair):
     use_on_cpu(monkeypatch)
-    module, made = import_module("bass_lab.load.in_process"), []  # the package has the function by its name
+    module, made = import_module("bass_lab.load.in_process"), []  # the package exports the function under this name
     served = module._served
 
     def watched(workload, prompts, session):

@@ -1,5 +1,3 @@
-"""Times of points, estimated from noisy samples of known times."""
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ BATCHES, LENGTHS, CACHED = (1, 2, 4), (1, 2, 3, 4, 5, 6, 8), (64, 256, 768)
 
 
 def passes(stairs=0.0):
-    """Seconds of passes by point. Passes of more than four tokens take `stairs` more."""
     return {
         (b, q, kv): 1e-2 * (1 + 0.1 * b * q + 0.0005 * b * kv) * (1 + stairs * (q > 4))
         for b in BATCHES
@@ -19,8 +16,8 @@ def passes(stairs=0.0):
 
 
 def sampled(truth, seed, each=3, noise=0.0, drift=0.0, slow=0.0, table="passes"):
-    """`each` samples of every point in random order, 50 ms apart. noise: standard deviation of their logarithms; drift:
-    of the machine's, from one second to the next; slow: share of samples that take ten times as long."""
+    """Return `each` samples of every point in random order, 50 ms apart. noise, drift: standard deviations of log
+    times, per sample and per second. slow: share of samples with ten times the time."""
     rng = np.random.default_rng(seed)
     points = [point for point in truth for _ in range(each)]
     machine = rng.normal(0, drift, len(points) // 20 + 1)

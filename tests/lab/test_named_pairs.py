@@ -1,5 +1,3 @@
-"""Named pairs: published architectures, with dummy weights or with checkpoints as on the hub."""
-
 import copy
 import dataclasses
 import shutil
@@ -26,7 +24,7 @@ TINY = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "max
 LLAMA = TINY | {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2}
 LLAMA |= {"bos_token_id": 1, "eos_token_id": 2}
 CODEGEN = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": CONTEXT, "eos_token_id": 2}
-SMALL = {  # changes that make a shipped config tiny
+SMALL = {  # changes for tiny models
     "llama": LLAMA,
     "qwen2": LLAMA,
     "opt": TINY | {"hidden_size": 32, "ffn_dim": 48},
@@ -40,7 +38,6 @@ def small(config: dict) -> dict:
 
 @pytest.fixture
 def small_shapes(monkeypatch) -> None:
-    """Tiny named pairs. A draft's vocabulary is smaller than its target's."""
     for name, shape in SHAPES.items():
         tiny = dataclasses.replace(shape, target=small(shape.target), draft=small(shape.draft) | {"vocab_size": 93})
         monkeypatch.setitem(SHAPES, name, tiny)
@@ -87,7 +84,7 @@ def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name)
     prompts = ragged_prompts(5, 9)
     drafted, regular = (bass.generate(pair, prompts, max_new_tokens=6, draft_length=k, eos_token_id=()) for k in (3, 0))
     assert [row.tolist() for row in drafted.sequences] == [row.tolist() for row in regular.sequences]
-    if name != "codegen-16b":  # it bypasses the attention interface before transformers 5.24
+    if name != "codegen-16b":  # codegen bypasses the attention interface before transformers 5.24
         assert drafted.trace.summary()["attention"] == "pad"
 
 
@@ -104,7 +101,7 @@ def test_saved_dummy_model_computes_the_same(small_shapes, tmp_path, name, dtype
         found = logits(model, ids)
         assert torch.equal(found, logits(stored, ids))
         assert found.isfinite().all() and found.dtype == getattr(torch, dtype)
-        assert found.float().std() > 0.05  # ids can be told apart
+        assert found.float().std() > 0.05  # ids are distinguishable
         assert not any(module.training for module in model.modules())
 
 
@@ -127,7 +124,7 @@ def test_activations_of_forty_layers_are_finite_in_half_precision(small_shapes, 
         assert logits(pair.target, torch.arange(3, 51).view(2, 24)).isfinite().all()
 
 
-def test_dtype_is_the_given_one_or_that_of_the_config(small_shapes):
+def test_dtype_is_the_given_dtype_or_the_configs(small_shapes):
     def dtypes(**options):
         pair = named_pair("opt-13b", weights="dummy", device="cpu", **options)
         return {parameter.dtype for model in pair.models for parameter in model.parameters()}
@@ -200,7 +197,6 @@ def test_dummy_weights_are_synthetic_also_after_they_were_saved(small_shapes, tm
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """A folder in which ids on the hub are folders, with tiny models of the named pairs' architectures."""
     folder = tmp_path_factory.mktemp("hub")
     for name in PUBLISHED:
         for role, identifier in zip(ROLES, SHAPES[name].ids, strict=True):
@@ -212,7 +208,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hub(checkpoints, tmp_path, monkeypatch) -> Path:
-    """The working directory is a copy of `checkpoints`, so that ids name its folders."""
+    """Work in a copy of `checkpoints`, so that hub ids are folders."""
     shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -225,7 +221,7 @@ def stand_in(name: str, role: str) -> PreTrainedModel:
 
 
 def as_on_the_hub(file: Path, architecture: str) -> None:
-    """Change a checkpoint of today's transformers to what was saved when these models came out."""
+    """Change a checkpoint to the format at the time of the model's release."""
     tensors = load_file(file)
     if architecture == "opt":  # the model without its head
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -246,7 +242,7 @@ def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
     assert len(out.sequences[0]) == 3 and out.texts[0] is not None
 
 
-def test_name_goes_before_a_folder_of_that_name(hub):
+def test_pair_name_precedes_a_folder_name(hub):
     tiny_model("gpt2", vocab_size=BYTES).save_pretrained("opt-13b")
     byte_tokenizer().save_pretrained("opt-13b")
     assert named_pair("opt-13b", device="cpu").target.config.model_type == "opt"
@@ -268,7 +264,7 @@ def test_only_masks_of_codegen_are_ignored(hub):
 @pytest.mark.parametrize(
     ("name", "weights", "said"),
     [
-        ("paper-7.8b", "hub", r"never published; weights='dummy'.*opt-13b"),
+        ("paper-7.8b", "hub", r"never published: use weights='dummy'.*opt-13b"),
         ("opt-13b", "Dummy", r"weights must be one of hub, dummy; got "),
         ("opt-13b", None, r"weights must be one of hub, dummy; got "),
         ("damaged", "dummy", "cannot read the config of 'damaged'"),

@@ -1,5 +1,3 @@
-"""The bytes of tokens that hold a part of a character."""
-
 import pytest
 from kinds_of_tokenizers import KINDS
 

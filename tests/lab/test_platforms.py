@@ -1,4 +1,4 @@
-"""What other systems lack is missed where it is used, in words, and not when the libraries are imported."""
+"""Libraries import on every system, and report a missing feature at the first use."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from bass_lab import locks
 
-# Other libraries ask for these modules, too, and have answers of their own.
+# Other libraries, too, import these modules, with fallbacks of their own.
 LACKING = """
 import builtins, sys
 ours, imported = ("bass_core", "bass_lab"), builtins.__import__
@@ -36,7 +36,7 @@ def test_libraries_import_and_decode_without_fcntl_resource_and_triton():
     assert done.stdout.startswith("['")
 
 
-def test_a_lock_without_fcntl_says_where_to_go(tmp_path, monkeypatch):
+def test_lock_without_fcntl_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="run this in WSL"):
         locks.lock(file.fileno())

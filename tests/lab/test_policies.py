@@ -1,5 +1,3 @@
-"""Policies of the laboratory, in cases worked by hand and in the simulator."""
-
 import numpy as np
 import pytest
 import torch
@@ -45,7 +43,6 @@ def test_calibration_learns_how_often_a_probability_comes_true():
 
 
 def test_drafts_after_a_refused_one_teach_nothing():
-    """Of 3 + 3 drafts the first row's third is never decided."""
     drafted, accepted = torch.tensor([3, 3]), torch.tensor([1, 3])
     policy = MarginalValue(CHEAP)
     policy.start(ROWS)
@@ -71,11 +68,11 @@ def test_marginal_value_draws_while_a_slot_is_worth_its_time():
     rate = policy.goodputs(ROWS)[policy.k]
     assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
     assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
-    # the goodput is 3.9 tokens in the time of a regular step: a slot has to bring 0.58 tokens, its verification 0.19
+    # the goodput is 3.9 tokens per regular step: a slot has to gain 0.58 tokens, a verification 0.19
     assert policy.price[0] == pytest.approx(0.58, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
     policy.calibration = lambda maximum: maximum
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
-    assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
+    assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drafted; slot 3: 2 · 0.14
     assert policy.keep_drafting(signals(2, [0.1, 0.1])).tolist() == [2, 2]  # 2 · 0.04 would not even be verified
 
 
@@ -96,7 +93,6 @@ def test_signals_need_a_draft_model(policy):
 
 
 def test_marginal_value_in_the_simulator():
-    """It stops drafting where drafts are useless, and beats Algorithm 1 where acceptance varies."""
     line, useless = Line(0.1, 0.05), AcceptanceTrace.synthetic(alpha=0.01, length=256, sequences=16)
     policies = (0, MarginalValue(line))
     regular, found = (simulate(useless, each, line, batch=4).seconds.mean() for each in policies)
@@ -150,7 +146,6 @@ def test_stop_before_the_last_draft_spares_a_pass():
 
 
 def chosen(policy, maxima, chances=None):
-    """The number of submitted drafts of each row, by their probabilities."""
     policy.start(rows([99] * len(maxima)))
     assert policy.plan(rows([99] * len(maxima))) > 0
     maxima = np.array(maxima)
@@ -176,7 +171,7 @@ def test_unlikely_token_ends_its_row():
 def test_probabilities_are_raised_to_a_fitted_power():
     policy = RaggedBudget(CHEAP)
     policy.start(rows([99] * 4))
-    for _ in range(200):  # probability 0.5, accepted always
+    for _ in range(200):  # probability 0.5, always accepted
         policy.plan(rows([99] * 4))
         policy.hidden = HiddenDraft(np.full(4, 3), np.full((4, 3), 0.5), np.full((4, 3), 0.5))
         for row in (0, 1, 2, 3) * 3:
@@ -193,7 +188,7 @@ def test_drafts_without_submission_are_refused_ones():
     policy.choose(HiddenDraft(np.array([3, 0]), np.full((2, 3), 0.001), np.full((2, 3), 0.001)))
     policy.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     assert policy.alphas()[0] < before[0]
-    assert policy.alphas()[1] <= before[1]  # by the first row's drafts
+    assert policy.alphas()[1] <= before[1]  # counts of the first row's drafts
 
 
 # --- Objective ------------------------------------------------------------------------------------
@@ -247,7 +242,6 @@ def test_best_length_of_each_task():
 
 @pytest.mark.parametrize(("before", "after", "batch"), [("mini", "library", 8), ("library", "mini", 32)])
 def test_change_of_texts_is_learned_within_200_steps(before, after, batch):
-    """Texts of the embedded pair on a modelled GPU."""
     cost, traces = modelled_h100(), {name: shipped(name).past_eos() for name in (before, after)}
 
     def seconds(policy, task, seed, repeat):
@@ -270,7 +264,7 @@ def test_change_of_texts_is_learned_within_200_steps(before, after, batch):
 
 
 def test_drafting_begins_again_when_a_text_turns_easy():
-    """Steps without drafts teach nothing, so old observations have to fade."""
+    """Old observations must fade, because steps without drafts teach nothing."""
     policy, view = Learned(Line(0.45, 0.0)), RowsView(*np.array([[0], [1], [10], [5], [999]]))
     planned = []
     for step in range(600):

@@ -1,5 +1,3 @@
-"""Kernel timelines: every kernel belongs to the phase that launched it, and viewers can read what is saved."""
-
 import gzip
 import json
 import os
@@ -147,7 +145,7 @@ def test_every_operator_inside_a_step_has_a_phase(recorded):
         end = step.start_ms + step.duration_ms
         inside = kernels[(kernels.start_ms >= step.start_ms) & (kernels.start_ms < end)]
         assert len(inside) > 20 and (inside.step == step.Index).all() and inside.phase.isin(PHASES).all()
-    assert kernels.phase.isna().any()  # setting up the session belongs to no step
+    assert kernels.phase.isna().any()  # the session's setup belongs to no step
 
 
 def test_phases_come_in_order_and_sum_to_no_more_than_the_step(recorded):
@@ -218,7 +216,7 @@ def test_nothing_is_marked_while_no_profile_is_taken(monkeypatch):
     assert made == []
 
 
-def test_nested_profiles_are_refused_and_the_outer_one_goes_on():
+def test_nested_profiles_are_refused():
     with profile() as outer:
         with pytest.raises(RuntimeError, match="profiles do not nest"), profile():
             pass
@@ -244,7 +242,7 @@ def test_error_inside_passes_through_and_the_next_profile_works():
     assert len(found.steps) > 1 and found.steps.rows.isna().all()
 
 
-def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch):
+def test_failed_step_keeps_its_own_counts(monkeypatch):
     with bass.Session(a_pair(), eos_token_id=()) as session:
         session.submit(PROMPTS[0], max_new_tokens=8)
         session.step()
@@ -306,7 +304,7 @@ def test_saved_trace_has_what_viewers_need(recorded, gpu_profile, tmp_path, sour
     assert "host_name" not in document
 
 
-def test_numbers_that_are_none_are_written_as_null(tmp_path):
+def test_nan_and_infinity_are_written_as_null(tmp_path):
     path = write_gpu_profile(tmp_path / "gpu.json")
     text = path.read_text().replace('"stream": 7', '"stream": 7, "achieved occupancy": NaN, "blocks per SM": Infinity')
     path.write_text(text)

@@ -1,5 +1,3 @@
-"""Files of prompts: their lines, refusals by file, line and field, and their names in records."""
-
 import gzip
 import json
 
@@ -34,7 +32,6 @@ def mine(tmp_path):
 
 @pytest.fixture(scope="module")
 def chatting():
-    """A pair whose tokenizer has a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
     small = {"vocab_size": BYTES, "num_hidden_layers": 1}
@@ -51,7 +48,7 @@ LINES = [
 
 
 def test_lines_are_texts_or_conversations(tmp_path):
-    file = written(tmp_path, *[line for line, _ in LINES], "", LINES[0][0])  # an empty line is none
+    file = written(tmp_path, *[line for line, _ in LINES], "", LINES[0][0])  # an empty line is ignored
     assert prompt_set(file) == [*[prompt for _, prompt in LINES], "def f():\n"]
 
 
@@ -64,9 +61,9 @@ def test_file_may_be_gzipped_and_begin_with_a_byte_order_mark(mine):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"text": "hello", "id": 3}, "it has none of the fields prompt, messages, turns; it has text, id"),
-        ({}, "it has none of the fields prompt, messages, turns; it has no field"),
-        (["hello"], "it is list, and no JSON object"),
+        ({"text": "hello", "id": 3}, "it needs one of the fields prompt, messages, turns; it has text, id"),
+        ({}, "it needs one of the fields prompt, messages, turns; it has no field"),
+        (["hello"], "it must be a JSON object, got list"),
         ({"prompt": 3}, "its field prompt must be a text or a conversation, .*; got 3"),
         ({"prompt": ""}, 'its field prompt must be a text or a conversation, .*; got ""'),
         ({"messages": "hello"}, 'its field messages must be a conversation, .*; got "hello"'),
@@ -84,8 +81,8 @@ def test_line_without_a_prompt_is_refused_by_file_line_and_field(tmp_path, line,
 
 def test_unreadable_file_name_or_count_is_refused(tmp_path, mine):
     for name, count, said in (
-        (str(mine), 4, r"mine\.jsonl' has 3 prompts, count=4 was asked for"), ("mini", 165, "'mini' has"),
-        ("library", 97, "'library' has"), ("mini", 0, "'mini' has"), ("functions", 1, "mini, library"),
+        (str(mine), 4, r"from 1 to 3 for .*mine\.jsonl'; got 4"), ("mini", 165, "'mini'; got 165"),
+        ("library", 97, "'library'; got 97"), ("mini", 0, "'mini'; got 0"), ("functions", 1, "mini, library"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             prompt_set(name, count)

@@ -1,4 +1,4 @@
-"""The commit of a figure. The query changes nothing and starts nothing."""
+"""The commit of a measurement. The query changes no file and starts no program."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from bass_lab import provenance
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """repository(path): put the module into a new repository, commit it and return its git."""
+    """repository(path): commit the module to a new repository and return its git."""
 
     def git(*arguments):
         user = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -62,7 +62,7 @@ def test_query_writes_no_index_and_starts_no_program(repository, tmp_path):
     spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/was_started\n")
     spy.chmod(0o755)
     git("config", "core.fsmonitor", str(spy))
-    (tmp_path / provenance.HERE).touch()  # the index is out of date, and `git status` would write it anew
+    (tmp_path / provenance.HERE).touch()  # `git status` would rewrite the outdated index
     before = (tmp_path / ".git/index").read_bytes(), (tmp_path / ".git/index").stat().st_mtime_ns
     assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
     assert ((tmp_path / ".git/index").read_bytes(), (tmp_path / ".git/index").stat().st_mtime_ns) == before

@@ -27,12 +27,11 @@ BRIEF = OPTIONS | {"max_new_tokens": 8}
 
 
 def short(jobs) -> list[tuple[bool, str]]:
-    """Grade texts by their length: short texts pass."""
     return [(len(text) < LONG, f"{len(text)} characters") for _, text in jobs]
 
 
 def noting(seen: list):
-    """Return `short`, under its name, with a note of each graded problem's task_id."""
+    """Return `short` under the same name, but add the task_id of each graded problem to `seen`."""
 
     def note(jobs):
         seen.append(jobs[0][0].task_id)
@@ -60,7 +59,6 @@ def stored(runs, tmp_path) -> Path:
 
 
 def again(pair, file, problems=PROBLEMS, **changes):
-    """Evaluate into the file's folder. Return the result and the task_ids that were decoded and graded."""
     ran = []
     found = evaluate(pair, problems, grade=noting(ran), folder=file.parent, **OPTIONS | changes)
     return found, ran
@@ -95,7 +93,7 @@ def test_coupled_methods_write_equal_texts_and_finish_in_their_order(runs):
         for _, rows in run.samples.groupby("problem"):
             if method == "single":
                 assert (np.diff(rows.finish_seconds.to_numpy()) > 0).all()
-            if method == "regular":  # rows in lock step finish in the order of their lengths
+            if method == "regular":  # rows of equal speed finish in order of length
                 assert (np.diff(rows.sort_values("tokens").finish_seconds.to_numpy()) >= 0).all()
 
 
@@ -105,7 +103,7 @@ def test_problems_have_random_numbers_of_their_own(pair):
     first, second = (list(found.samples.query("problem == @name").text) for name in "ab")
     assert first != second
     alone = evaluate(pair, twins[1:], grade=short, **BRIEF | {"temperature": 1.5})
-    assert list(alone.samples.text) == second  # whatever was decoded before
+    assert list(alone.samples.text) == second  # independent of earlier problems
 
 
 def test_clock_leaves_grading_out(pair):
@@ -133,7 +131,7 @@ def test_budget_cuts_rows_off_after_a_whole_warm_up(pair):
 
 def test_kept_session_writes_the_same_and_keeps_the_budget(pair, monkeypatch):
     expected = evaluate(pair, PROBLEMS, grade=short, **BRIEF).samples
-    use_on_cpu(monkeypatch)  # steps are recorded as on a GPU
+    use_on_cpu(monkeypatch)  # steps are captured as on a GPU
     kept = evaluate(pair, PROBLEMS, grade=short, **BRIEF).samples
     assert kept.text.tolist() == expected.text.tolist()
     assert kept.finish_reason.tolist() == expected.finish_reason.tolist()
@@ -194,7 +192,7 @@ def test_scores_need_neither_texts_nor_reasons(pair, tmp_path):
     assert stored.scores([1e9]).value.notna().all()
 
 
-def test_methods_are_interleaved_and_run_what_their_files_lack(pair, runs, tmp_path):
+def test_methods_are_interleaved_and_run_missing_problems(pair, runs, tmp_path):
     seen = []
     compare(pair, PROBLEMS[:2], methods=["batched", "regular"], grade=noting(seen), **BRIEF)
     assert seen == ["mini/0", "mini/0", "mini/1", "mini/1"]
@@ -220,12 +218,12 @@ def test_second_start_runs_missing_problems_only(pair, stored, runs):
 @pytest.mark.parametrize("lost", [1, 40])
 def test_torn_line_is_dropped_and_run_again(pair, stored, runs, lost):
     stored.write_bytes(stored.read_bytes()[:-lost])
-    assert list(load(stored).samples.problem.unique()) == ["mini/0"]  # while it is torn
+    assert list(load(stored).samples.problem.unique()) == ["mini/0"]  # while the line is torn
     found, ran = again(pair, stored)
     assert ran == ["mini/1"]
     assert list(found.samples.text) == list(runs[0]["batched"].samples.text)
     assert load(stored).samples.equals(found.samples)
-    stored.write_bytes(stored.read_bytes()[: 100 * (lost > 1)])  # of the first line, nothing or a part
+    stored.write_bytes(stored.read_bytes()[: 100 * (lost > 1)])  # nothing or a part of the first line
     assert again(pair, stored, PROBLEMS[:1])[1] == ["mini/0"] and len(load(stored).samples) == ROWS
 
 
@@ -253,7 +251,7 @@ def test_file_of_other_settings_is_refused_and_left_alone(pair, stored):
 def test_other_threads_are_refused_with_their_number(pair, stored, monkeypatch):
     here = quality.describe_environment(pair.device)
     monkeypatch.setattr(quality, "describe_environment", lambda device: here | {"threads": here["threads"] + 1})
-    with pytest.raises(ValueError, match=f"go on with OMP_NUM_THREADS={here['threads']}, or give another folder"):
+    with pytest.raises(ValueError, match=f"continue with OMP_NUM_THREADS={here['threads']}, or give another folder"):
         again(pair, stored)
 
 
@@ -264,7 +262,7 @@ def test_changed_code_is_a_warning(pair, stored, monkeypatch):
     header["environment"]["commit"] = "2" * 12
     stored.write_text("\n".join([json.dumps(header), *lines[1:]]))
     monkeypatch.setattr(quality, "describe_environment", lambda device: here)
-    with pytest.warns(UserWarning, match="begun by commit 222222222222, and what is added to it is of 111111111111"):
+    with pytest.warns(UserWarning, match="begun by commit 222222222222, and new samples are of commit 111111111111"):
         again(pair, stored)
 
 
@@ -283,7 +281,7 @@ def test_damaged_repeated_or_changed_problem_is_named(pair, stored):
     with pytest.raises(ValueError, match="another problem named mini/0"):
         again(pair, stored, changed)
     lines = stored.read_bytes().splitlines(keepends=True)
-    for damaged, reason in ((lines[2][:50] + b"\n", "line 3"), (lines[1], "mini/0 stands there twice")):
+    for damaged, reason in ((lines[2][:50] + b"\n", "line 3"), (lines[1], "mini/0 occurs twice")):
         stored.write_bytes(b"".join([*lines[:2], damaged, *lines[2:]]))
         with pytest.raises(ValueError, match=reason):
             again(pair, stored)
@@ -321,7 +319,7 @@ REFUSED = {
     "temperature must be": {"temperature": -1},
     "verification must be one of": {"verification": "trust"},
     "empty string": {"stop": ""},
-    "`grade` replaces it": {"unsafe": True},
+    "which `grade` replaces": {"unsafe": True},
 }
 
 
@@ -391,7 +389,7 @@ def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
     for name in ("openai_humaneval", "openai/openai_humaneval"):
         assert load_problems(name, trust_problems=True) == [replace(PROBLEMS[0], composition="")]
     assert asked == [("openai/openai_humaneval", {"split": "test", "revision": None})] * 2
-    with pytest.raises(ValueError, match="openai_humaneval is neither HumanEval nor"):  # the hub may hold anything
+    with pytest.raises(ValueError, match="openai_humaneval is neither HumanEval nor"):  # the hub may contain anything
         load_problems("openai_humaneval")
     with pytest.raises(ValueError, match=r"ConnectionError: offline.*path of HumanEval\.jsonl\.gz"):
         load_problems("openai_humaneval")
@@ -411,12 +409,12 @@ def test_interrupted_command_names_what_is_stored(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bass_lab.evaluation.compare", interrupted)
-    for options, said in (([], "nothing was stored"), ([f"--output={tmp_path / 'out'}"], "goes on with what")):
+    for options, said in (([], "nothing was stored"), ([f"--output={tmp_path / 'out'}"], "repeat the command")):
         ended = invoke("eval", "--limit=1", *options)
         assert ended.exit_code == 130 and said in ended.stderr
 
 
-def test_command_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_path):
+def test_command_scores_methods_and_resumes(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "require_sandbox", lambda: None)
     monkeypatch.setattr(sandbox, "grade_all", lambda jobs, *, unsafe: short(jobs))
     problems = tmp_path / "problems.jsonl"

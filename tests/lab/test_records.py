@@ -1,5 +1,3 @@
-"""Records: their folder, the JSON schema of their lines, and refusals of wrong lines."""
-
 import json
 
 import gpu_box
@@ -33,7 +31,7 @@ def test_lines_of_gpus_follow_the_schema():
     failed = {name: line[name] for name in records.kinds()["gpu_failure"]["required"] if name in line}
     failed |= {"schema": "gpu_failure", "reason": "out of memory"}
     assert record_lines.kind_of(failed) == "gpu_failure"
-    pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
+    pytest.importorskip("triton")  # the benchmark's code makes the cases
     assert {record_lines.kind_of(line) for line in gpu_box.kernel_lines()} == {"kernel"}
 
 
@@ -69,7 +67,7 @@ def test_damaged_line_is_named(tmp_path, first, damaged):
 
 def test_file_reached_twice_counts_once(tmp_path):
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "lines.jsonl").write_text('{"size": 1, "prompt_set": "mine"}\n')  # of no kind
+    (tmp_path / "real" / "lines.jsonl").write_text('{"size": 1, "prompt_set": "mine"}\n')  # an unknown kind
     (tmp_path / "linked.jsonl").symlink_to(tmp_path / "real" / "lines.jsonl")
     (tmp_path / "real" / "above").symlink_to(tmp_path)
     (tmp_path / "twin").symlink_to(tmp_path / "real")
@@ -92,7 +90,7 @@ def test_only_half_a_record_is_removed(tmp_path):
     for content in (b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}'):
         path.write_bytes(content)
         for change in (records.mend, lambda path: records.append(path, [{"a": 1}], check=lambda line: None)):
-            with pytest.raises(ValueError, match="something else than records; it is left as it is, give another file"):
+            with pytest.raises(ValueError, match="does not hold records and was not changed; give another file"):
                 change(path)
         assert path.read_bytes() == content
     for before in (b"", b'{"a": 1}\n'):
@@ -102,7 +100,7 @@ def test_only_half_a_record_is_removed(tmp_path):
             assert path.read_bytes() == before
 
 
-def test_records_are_those_of_the_package_or_of_the_environments_folder(tmp_path, monkeypatch):
+def test_records_folder_is_the_package_or_the_environments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BASS_RECORDS", raising=False)
     assert records.shipped("embedded_cpu.jsonl").is_file() and records.shipped("latency_sweep").is_dir()

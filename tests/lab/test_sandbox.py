@@ -1,4 +1,4 @@
-"""Programs are graded from outside a sandbox. They neither leave nor deceive it."""
+"""Programs are graded from outside a sandbox, and can neither leave nor deceive it."""
 
 import json
 import math
@@ -38,7 +38,6 @@ def problem(test: str, prompt: str = ADD.prompt, name: str = "add") -> Problem:
 
 
 def in_folder(folder: Path, code: str, *arguments: str) -> str:
-    """Return what the code prints in an `attacks.standalone` folder."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -118,7 +117,7 @@ MAPPING = "    assert all(map(lambda a: candidate(a, 1) == a + 1, range(9)))\n"
 HIDING = "    try:\n        candidate(1, 2)\n    except:\n        pass\n"
 KEPT = "    given = [1, 2]\n    candidate(given, given)\n    assert given == [1, 2]\n"
 MODULES = "    import math, re, collections.abc, random, hashlib, datetime, decimal, statistics\n    return 3\n"
-GRADES = {  # test of the problem, completion, and what the reason must match
+GRADES = {  # the problem's test, a completion, and a pattern of the reason
     "a check uses helpers and the entry point's name": (problem(HELPED, HELPERS), "    return a + b\n", "passed"),
     "a check calls the program": (problem(HELPED, HELPERS), "    return half(a)\n", "wrong"),
     "an expected exception": (problem(EXPECTING), "    raise ValueError('no')\n", "passed"),
@@ -239,7 +238,7 @@ def test_attacks_on_the_host_fail_with_older_landlock(version):
 
 
 def install(folder: Path) -> Path:
-    """Return the executable of a copy of this interpreter that has the folder's package in its own libraries."""
+    """Return a copy of this interpreter with the folder's package in its own libraries."""
     version, base = f"python{sys.version_info.major}.{sys.version_info.minor}", Path(sys.base_prefix)
     executable, library = folder / "prefix" / "bin" / version, folder / "prefix" / "lib" / version
     for path in (executable.parent, library / "site-packages"):
@@ -328,7 +327,7 @@ REFUSED = dict.fromkeys(
         "fcntl.fcntl(file, 1036, bytes(8))",  # F_SET_RW_HINT
         "fcntl.fcntl(pipe, 10, 9)",  # F_SETSIG
         "fcntl.fcntl(file, fcntl.F_SETOWN, os.getppid())",
-        "fcntl.fcntl(pipe, 1031, 2**20)",  # F_SETPIPE_SZ: the user's pages for pipes are counted, too
+        "fcntl.fcntl(pipe, 1031, 2**20)",  # F_SETPIPE_SZ: limited by the user's pages for pipes, too
         "fcntl.lockf(file, fcntl.LOCK_EX)",
         TIMER,
     ],
@@ -356,12 +355,12 @@ def test_filter_alone_lets_files_be_opened_to_read_only(standalone):
     assert outcomes(standalone, "confinement.refuse_calls()", [*REFUSED, *ALLOWED]) == REFUSED | allowed
     assert outcomes(standalone, "pass", REFUSED) == dict.fromkeys(REFUSED, "works")
     limits = "sys.path.append('bass_lab/evaluation'); import _worker; _worker.limit()"
-    assert outcomes(standalone, limits, [TIMER]) == {TIMER: "EAGAIN"}  # the user's queue of signals stays free
+    assert outcomes(standalone, limits, [TIMER]) == {TIMER: "EAGAIN"}  # the user's signal queue stays free
 
 
 @confined
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has an identity to drop")
-def test_root_becomes_nobody_without_groups(standalone):
+def test_root_drops_to_the_nobody_user(standalone):
     code = (
         "import os; from bass_lab.evaluation import confinement\n"
         "os.setgroups([0, 1]); confinement.drop_root(); print(os.getresuid(), os.getresgid(), os.getgroups())"
@@ -393,7 +392,7 @@ def test_killed_or_interrupted_harness_leaves_no_process(host, standalone, numbe
     time.sleep(0.5)  # the programs have begun
     harness.send_signal(number)
     said = harness.communicate(timeout=seconds)[1]
-    assert number == signal.SIGKILL or "KeyboardInterrupt" in said  # after the present jobs
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in said  # after the current jobs
     until(lambda: set(attacks.running_children()) <= before, 2)
 
 

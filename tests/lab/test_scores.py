@@ -1,5 +1,3 @@
-"""pass@k, Pass@First and Pass@All: against enumeration and against definitions written out as loops."""
-
 from fractions import Fraction
 from itertools import combinations
 from math import comb
@@ -39,7 +37,7 @@ def by_definition(samples: pd.DataFrame, budget: float) -> tuple[float, float]:
     firsts, alls = [], []
     for _, rows in samples.groupby("problem"):
         done = [r for r in rows.sort_values("row").itertuples() if r.finished and r.finish_seconds <= budget]
-        best = max(done, key=lambda r: r.logprob_sum / r.tokens, default=None)  # the first of equal ones
+        best = max(done, key=lambda r: r.logprob_sum / r.tokens, default=None)  # the first of equal rows
         firsts.append(best is not None and best.passed)
         alls.append(any(r.passed for r in done))
     return float(np.mean(firsts)), float(np.mean(alls))
@@ -128,7 +126,7 @@ def test_bad_samples_are_refused():
     ):
         with pytest.raises(ValueError, match=reason):
             score(wrong)
-    with pytest.raises(ValueError, match="budgets are seconds"):
+    with pytest.raises(ValueError, match="budgets must be seconds"):
         score(good, [float("nan")])
 
 
@@ -142,7 +140,7 @@ def two_methods(seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     return tuple(pd.DataFrame([drawn(at) for at in places]) for _ in range(2))
 
 
-def test_difference_is_that_of_the_scores():
+def test_difference_equals_the_scores_difference():
     one, other = two_methods(1)
     found = difference(one, other, [0.5, 1.0], ks=(1, 2))
     expected = score(one, [0.5, 1.0], ks=(1, 2)).value - score(other, [0.5, 1.0], ks=(1, 2)).value

@@ -1,4 +1,4 @@
-"""`bass serve` answers as OpenAI's client expects. Rows of many requests do not affect one another."""
+"""`bass serve` answers as OpenAI's client expects. Rows of different requests are independent."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def complete(client, prompt=PROMPT, **options):
     return client.completions.create(**({"model": "tiny", "prompt": prompt, "max_tokens": NEW} | options))
 
 
-def test_greedy_text_is_that_of_transformers_under_load(client):
+def test_greedy_text_under_load_equals_transformers(client):
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         ways = [{"temperature": 0} if index % 2 == 0 else {"temperature": 1.2} for index in range(len(PROMPTS))]
         found = list(pool.map(lambda each: complete(client, each[0], **each[1]), zip(PROMPTS, ways, strict=True)))
@@ -131,7 +131,7 @@ def test_samples_share_one_prefill(server, client):
 
 @pytest.mark.parametrize("rule", ["token", "coupled"])
 def test_seeded_answers_do_not_depend_on_load(rule):
-    """Nor on the draft length, where verification is coupled."""
+    """Nor on the draft length, with coupled verification."""
     texts, options = {}, {"seed": 11, "n": 2, "temperature": 0.9}
     for length in (3,) if rule == "token" else (0, None):
         session = {"draft_length": length, "verification": rule}
@@ -155,7 +155,7 @@ def test_stop_string_ends_the_text(client):
     assert "".join(chunk.choices[0].text for chunk in pieces) == found.choices[0].text
 
 
-def test_log_probabilities_equal_those_of_generate(client):
+def test_log_probabilities_equal_generate(client):
     out = bass.generate(PAIR, PROMPT, max_new_tokens=NEW, draft_length=3)
     found = complete(client, temperature=0, logprobs=0).choices[0].logprobs
     assert found.token_logprobs == pytest.approx(out.logprobs[0].tolist(), abs=1e-5)
@@ -168,7 +168,7 @@ def test_log_probabilities_equal_those_of_generate(client):
 
 
 def test_stream_that_holds_text_back_keeps_log_probabilities(client):
-    """Whatever may become this stop string waits for the next token."""
+    """Text at the start of a possible stop string waits for the next token."""
     options = {"temperature": 0, "logprobs": 0, "max_tokens": 40, "stop": [text_alone(PROMPT, 40)[:3] + "never"]}
     whole = complete(client, **options).choices[0].logprobs
     told = [chunk.choices[0].logprobs for chunk in complete(client, stream=True, **options)]

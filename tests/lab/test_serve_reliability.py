@@ -1,4 +1,4 @@
-"""`bass serve` under bad requests, full queues, deadlines, bad logits, a dead engine, and signals."""
+"""`bass serve` with bad requests, full queues, deadlines, bad logits, a dead engine, and signals."""
 
 import json
 import os
@@ -70,7 +70,6 @@ TEXTS = (
 
 
 def fuzzed(generator: random.Random) -> tuple[str, str, dict, bytes]:
-    """Return method, path, headers and body of a request that is almost always wrong."""
     path, method, headers = generator.choice(PATHS), "POST", {"Content-Type": "application/json"}
     body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": PROMPT}
     changes = {generator.choice(FIELDS): generator.choice(ODD) for _ in range(generator.randint(0, 3))}
@@ -160,7 +159,7 @@ def test_body_of_many_faults_is_refused_at_once(server):
         answer = httpx.post(server.address + path, content=body, headers=headers, trust_env=False, verify=False)
         assert answer.status_code == status and len(answer.text) < 1500, (body[:40], answer.text)
         assert time.monotonic() - began < 2, body[:40]
-    signs = post(server, prompt='[{"\\' * MOST_PARTS)  # in a text they are no parts
+    signs = post(server, prompt='[{"\\' * MOST_PARTS)  # signs inside a text are no parts
     assert signs.status_code == 400 and signs.json()["error"]["param"] == "prompt"
 
 
@@ -367,9 +366,9 @@ def test_unusable_options_are_refused_in_one_line(monkeypatch):
     far = ("0.0.0.0", "::", "192.168.0.1", "example.org")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for option, value, said in (
-            ("--api-key", "", "is empty"), ("--api-key", " \n", "is empty"), ("--api-key", "a\nb", "not printable"),
+            ("--api-key", "", "is empty"), ("--api-key", " \n", "is empty"), ("--api-key", "a\nb", "unprintable"),
             ("--allow-origin", "https://a.example/", "without a path"), ("--allow-origin", "a.example", "scheme://host"),
-            ("--port", str(taken.getsockname()[1]), "Address already in use; --port 0 takes a free one"),
+            ("--port", str(taken.getsockname()[1]), "Address already in use; --port 0 selects a free port"),
             *(("--host", host, "set an API key") for host in far),
         ):  # fmt: skip
             result = invoke("serve", "--port", "0", option, value)
@@ -402,7 +401,7 @@ def test_draining_finishes_running_rows_and_refuses_new_ones():
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
         assert running.result().status_code == 200
         assert running.result().json()["choices"][0]["bass"]["finish_reason"] in ("length", "eos")
-        server.drain = lambda: None  # it does already
+        server.drain = lambda: None
 
 
 def test_draining_is_bounded():

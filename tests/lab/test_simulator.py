@@ -1,5 +1,3 @@
-"""The simulator against cases worked by hand and against steps of the engine."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +31,7 @@ def steps_of(trace, policy, batch=(0,), cost=None, **options):
 @pytest.mark.parametrize(
     ("pattern", "drafted", "accepted", "emitted"),
     [
-        # 11 tokens after the prefill's: 4 + 4 + 3; a row that may still emit 3 drafts 2
+        # 11 tokens after the prefill's: 4 + 4 + 3; a row with 3 remaining tokens drafts 2
         ("1" * 11, [3, 3, 2], [3, 3, 2], [4, 4, 3]),
         ("0" * 5, [3, 3, 2, 1, 0], [0] * 5, [1] * 5),
         # positions 1…9: step 1 takes 1, 1 and the replaced 0; step 2 the replaced 0; step 3 1, 1, 1 and a bonus
@@ -58,7 +56,7 @@ def test_replay_reports_counts_and_times():
 
 
 def test_fewer_rows_cost_less():
-    # row 0 ends after one step (all accepted), row 1 takes four of one token
+    # row 0 ends after one step (all accepted), row 1 needs four steps
     trace = trace_of("1111", "0000")
     cost = Linear(per_token=0.01, per_draft=0)
     runs = simulate(trace, 3, cost, batch=[0, 1], repeats=1).iloc[0]
@@ -76,11 +74,11 @@ def test_rows_of_different_length_cost_what_the_model_says():
 
 
 def test_texts_end_at_eos_and_at_the_limit():
-    # EOS is the fourth token; the draft's tokens beyond it are verified like others
+    # EOS is the fourth token; later draft tokens are verified like others
     steps = steps_of(trace_of("11111110", lengths=[4]), 5)
     assert steps.accepted.tolist() == [5] and steps.emitted.tolist() == [3]
     assert steps_of(trace_of("1" * 11), 3, max_new_tokens=6).emitted.sum() == 5
-    trace = trace_of("111", "111", lengths=[1, 4])  # a text of one token takes no step
+    trace = trace_of("111", "111", lengths=[1, 4])  # a text of one token needs no step
     assert steps_of(trace, 3, (0,)).empty and steps_of(trace, 3, (0, 1)).row.tolist() == [1]
     assert simulate(trace, 3, Linear(), batch=[0], repeats=1).seconds.item() == 0
     assert hindsight.bound(Replay.draw(trace, [0, 0]), Linear()) == 0
@@ -92,11 +90,11 @@ def test_stopped_step_pays_for_its_draft_passes():
     steps = steps_of(trace, StopWhenUnsure(most=4))
     assert steps.kv_length.tolist() == [11, 14, 16, 17]
     assert steps.drafted.tolist() == [2, 1, 0, 0]
-    assert steps.draft_ms.tolist() == pytest.approx([300, 200, 100, 0])  # the last token is the target's own
+    assert steps.draft_ms.tolist() == pytest.approx([300, 200, 100, 0])  # the target decides the last token
 
 
 class Submit(bass.DraftLengthPolicy):
-    """Drafts `most` tokens, submits a length per row, and notes its observations."""
+    """Draft `most` tokens, submit a length per row, and record all observations."""
 
     def __init__(self, most, *lengths):
         self.most, self.lengths, self.told = most, lengths, []
@@ -131,7 +129,7 @@ def test_packed_step_costs_its_tokens_and_another_step_its_longest_row():
         ("ragged", (8, 0, 1, 3), 9 + 1 + 2 + 4),
         ("pad", (8, 0, 1, 3), 9 + 1 + 2 + 4),
         ("eager", (8, 0, 1, 3), 4 * 9),
-        ("ragged", (8, 7, 8, 8), 4 * 9),  # too few are spared
+        ("ragged", (8, 7, 8, 8), 4 * 9),  # too few are saved
     ):
         steps = steps_of(rows, Submit(8, *lengths), range(4), Linear(per_token=0.1, attention=attention))
         assert steps.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * tokens))
@@ -195,7 +193,7 @@ def test_greedy_replay_with_eos_is_the_engines_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [bass.FixedLength(3), RaggedBudget(Line(0.02, 0.3), limit=6)], ids=repr)
 def test_sampled_replay_accepts_as_much_as_the_engine(tiny_pair, policy):
-    """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
+    """Paired by seed, the mean difference is zero within four small standard errors."""
     prompts = ragged_prompts(*range(4, 36))
     runs = compare_with_real(
         tiny_pair, prompts, policy, max_new_tokens=48, temperature=0.5, seeds=range(6), repeats=24, rollout=6
@@ -241,7 +239,7 @@ def test_tokens_per_step_at_constant_alpha(alpha, k):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=64)
     runs = simulate(trace, k, Linear(), batch=64, repeats=8)
     wanted = (1 - alpha ** (k + 1)) / (1 - alpha)
-    # a row's last steps draft less than k: at most k + 1 of 400 tokens, which moves the mean by less than that share
+    # the last steps draft less than k: at most k + 1 of 400 tokens, and the mean moves by less than this share
     assert abs(runs.tokens_per_step.mean() - wanted) < 4 * runs.tokens_per_step.sem() + wanted * (k + 1) / 400 / 4
 
 
@@ -260,7 +258,7 @@ def test_summaries_take_simulated_traces():
 def test_replay_and_run_have_the_same_price():
     target, draft = (Roofline(work, H100) for work in (TARGET_8B, DRAFT_310M))
     cost = modelled_costs(target, draft, target_launch=1e-4, draft_launch=2e-5, overhead=1e-3)
-    never_packed = {"target": cost.models["target"] | {"attention": "eager"}}  # `predict` goes by the longest draft
+    never_packed = {"target": cost.models["target"] | {"attention": "eager"}}  # `predict` uses the longest draft
     cost = replace(cost, models=cost.models | never_packed)
     trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4, prompt_length=500)
     trace = replace(trace, lengths=np.array([40, 20, 33, 40]))

@@ -1,4 +1,4 @@
-"""Runs of sweeps: each is done once, also after kills and full disks, and leaves no process behind."""
+"""Each run of a sweep is done once, also after kills and full disks, and leaves no process."""
 
 import json
 import os
@@ -31,7 +31,6 @@ def notebook(tmp_path):
 
 
 def started(path):
-    """Return size, process of the kernel and process of the run of each started run."""
     return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -40,7 +39,6 @@ def until_all_have_ended(log):
 
 
 def swept(notebook, out, *values, executor=None, **options):
-    """Run a sweep of these values, by default without kernels. Return its table."""
     return planning.run(planning.plan(notebook, values), out, executor or sweeps.Instant(), **options)
 
 
@@ -50,7 +48,6 @@ def sizes(folder):
 
 @pytest.mark.ci
 def test_kill_at_any_step_of_writing_leaves_whole_results(notebook, tmp_path):
-    """Killed before its first operation on the folder, then before its second, until a sweep gets through."""
     plan, step, done_before = planning.plan(notebook, ["size=1,2,3"]), 0, set()
 
     def killed_at(step, folder):
@@ -75,7 +72,7 @@ def test_kill_at_any_step_of_writing_leaves_whole_results(notebook, tmp_path):
         table = planning.run(plan, folder, executor)
         assert executor.started == 3 - len(survivors)  # finished runs stay
         assert list(table.status).count("was done") == len(survivors)
-        assert sorted(lab.load_records(folder)["size"]) == [1, 2, 3]  # hashes are checked here
+        assert sorted(lab.load_records(folder)["size"]) == [1, 2, 3]  # checks the hashes
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -107,7 +104,7 @@ def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
         try:
             planning.run(plan, out, sweeps.Instant())
         except planning.SweepStopped as stop:
-            assert "disk full: " in str(stop) and "free some space, and the same command goes on" in str(stop)
+            assert "disk full: " in str(stop) and "free some space, and the same command continues" in str(stop)
         survivors = sizes(out) if (out / store.SWEEP).exists() else []
         assert not survivors or sorted(lab.load_records(out)["size"]) == sorted(survivors)
         done_before.add(len(survivors))
@@ -152,7 +149,7 @@ def test_damaged_result_is_run_again(notebook, tmp_path):
         shutil.copytree(whole, out)
         do(out / [*plan.runs][1])
         if "notebook" not in damage:
-            with pytest.raises(ValueError, match=r"it was changed or lost afterwards; the sweep's own command runs it"):
+            with pytest.raises(ValueError, match=r"it was changed or lost afterwards; repeat the run with"):
                 lab.load_records(out)
         assert list(plan.table(out).status) == ["done", "to run"], damage
         assert list(planning.run(plan, out, sweeps.Instant()).status) == ["was done", "done"]
@@ -183,7 +180,7 @@ def test_cell_that_leaves_the_notebook_is_a_failure(tmp_path):
 
 
 def test_failing_cell_is_shown_and_other_runs_are_done(tmp_path):
-    folder = tmp_path / "{odd} {}"  # braces are nothing special
+    folder = tmp_path / "{odd} {}"  # braces have no special meaning
     folder.mkdir()
     notebook, out = sweeps.stub(folder), folder / "{out}"
     done = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--jobs", 2, "--out", out)
@@ -214,7 +211,7 @@ with open(started + ".children", "w") as file:
 
 @pytest.fixture
 def children(tmp_path, monkeypatch):
-    """A notebook that leaves processes behind, its log, the list of the processes, and a wait for their end."""
+    """Return a notebook with child processes, its log, the processes, and a function that waits for their end."""
     place, log = Path(tempfile.mkdtemp(prefix="t", dir="/tmp")), tmp_path / "started"
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     listed = Path(f"{log}.children")
@@ -289,12 +286,12 @@ def test_interrupt_ends_all_processes_and_keeps_results(notebook, tmp_path):
     until(lambda: len(started(log)) == 2, 30)
     os.kill(child, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
-    assert "interrupted: 1 of 3 runs are done; the same command goes on with what is missing" in said.read_text()
+    assert "interrupted: 1 of 3 runs are done; the same command continues with the missing runs" in said.read_text()
     until_all_have_ended(log)
     assert sizes(out) == [1] and sorted(path.name for path in out.iterdir())[-1] == "sweep.json"
 
 
-def test_runs_have_gpus_of_their_own(tmp_path, monkeypatch):
+def test_runs_have_separate_gpus(tmp_path, monkeypatch):
     class Recorded:
         def __init__(self, job, folder):
             self.gpus, self.ended = job["environment"].get("CUDA_VISIBLE_DEVICES"), False
@@ -321,7 +318,7 @@ def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path
     assert set(table.factors) == {"[1, 2]"} and (table.found == 2).all() and table.run.is_unique
     (file, *_) = out.glob("*/records.jsonl")
     assert list(lab.load_records(file).columns) == ["size", "found", "source"]
-    assert len(lab.load_records(tmp_path)) == 3  # a folder with a sweep in it
+    assert len(lab.load_records(tmp_path)) == 3  # a folder with a sweep inside
     file.write_text(file.read_text().replace("2", "3"))
     with pytest.raises(ValueError, match="is not what the run wrote: it was changed or lost afterwards"):
         lab.load_records(out)
@@ -362,7 +359,7 @@ def test_runs_of_newer_code_or_notebooks_replace_older_ones(notebook, tmp_path, 
     swept(notebook, later, "size=1")
     for folder in (out, later):
         with pytest.warns(UserWarning, match="runs of 2 versions of the notebook and the code; the column `code`"):
-            assert sorted(lab.load_records(folder)["size"]) == [1, 2]  # none twice
+            assert sorted(lab.load_records(folder)["size"]) == [1, 2]  # without duplicates
     assert sorted(result.mark["code"] == "newer" for result in store.finished_runs(out)) == [False, True]
 
 

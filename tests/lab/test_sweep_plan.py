@@ -1,5 +1,3 @@
-"""Plans of sweeps: parameters and their values, refusals before the first run, and keys of runs."""
-
 import json
 import re
 
@@ -19,7 +17,6 @@ LATENCY = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
 
 @pytest.fixture(autouse=True)
 def same_code(monkeypatch):
-    """Spare the hash of all packages in each plan."""
     monkeypatch.setattr(run_process, "code_version", lambda: "same code")
 
 
@@ -68,7 +65,7 @@ def test_wrong_command_stops_before_the_first_run(notebook, tmp_path, arguments,
             r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 2",
         ),
         ("08", "prompt_set=small", r"prompt_set must be one of mini, library, \*.jsonl, \*.jsonl.gz; got 'small'"),
-        ("08", "prompt_set=nowhere.jsonl", "the prompt set 'nowhere.jsonl' is no file beside the notebook: No such"),
+        ("08", "prompt_set=nowhere.jsonl", "the prompt set 'nowhere.jsonl' is no file next to the notebook: No such"),
         ("08", "draft_length=0", "draft_length must be an integer >= 1 or auto; got 0"),
         ("08", "batch_size=[1,0]", r"batch_size must be an integer or a list >= 1; got \[1, 0\]"),
         ("08", "batch_size=[2.5]", r"each of batch_size must be an integer; got 2\.5"),
@@ -76,11 +73,11 @@ def test_wrong_command_stops_before_the_first_run(notebook, tmp_path, arguments,
         (
             "08",
             "target=no/such-model-of-nobody",
-            "the model 'no/such-model-of-nobody' is no folder beside the notebook",
+            "the model 'no/such-model-of-nobody' is no folder next to the notebook",
         ),
         ("04_", "batch_sizes=[true]", "each of batch_sizes must be an integer; got True"),
         ("05", "drafts=[1,2]", "each of drafts must be a text; got 1"),
-        ("09", "problems=nosuch.jsonl", "the problems 'nosuch.jsonl' is no file beside the notebook"),
+        ("09", "problems=nosuch.jsonl", "the problems 'nosuch.jsonl' is no file next to the notebook"),
     ],
 )
 def test_wrong_value_for_a_lesson_is_refused(lesson, values, said):
@@ -119,7 +116,6 @@ def test_values_are_combined_to_runs():
 
 
 def run_cells(*cells, **values):
-    """Return the names of a kernel after these cells and `check_parameters`."""
     names = {"In": ["", *cells], "check": lab.check_parameters}
     for cell in cells:
         exec(cell, names)
@@ -151,7 +147,7 @@ def test_notebook_refuses_unknown_names_and_values(cells, rules, said):
 
 def test_notebook_takes_known_names_and_values():
     run_cells(OWN)
-    assert run_cells(OWN, INJECTED + "mode = 'auto'\n")["mode"] is None  # as papermill's -p mode auto sets it
+    assert run_cells(OWN, INJECTED + "mode = 'auto'\n")["mode"] is None  # as set by papermill's -p mode auto
     run_cells(OWN, INJECTED + "size = 4\nmode = None\n", size=">= 4", mode=["x", "y"])
     run_cells(OWN, INJECTED + "size = 4\n", size=range(1, 5))
 
@@ -167,9 +163,9 @@ def test_rows_of_a_file_are_runs(notebook, tmp_path):
     with pytest.raises(ValueError, match=r"wrong.yaml, row 2: size must be an integer; got 1.5"):
         planning.plan(notebook, rows=tmp_path / "wrong.yaml")
     (tmp_path / "wrong.csv").write_text("size,length\n1\n")
-    with pytest.raises(ValueError, match=r"wrong.csv, row 1: it has not as many fields as the first line"):
+    with pytest.raises(ValueError, match=r"wrong.csv, row 1: the number of fields differs from the first line"):
         planning.plan(notebook, rows=tmp_path / "wrong.csv")
-    with pytest.raises(ValueError, match=r"size stands both in .* and after -p"):
+    with pytest.raises(ValueError, match=r"size is given both in .* and with -p"):
         planning.plan(notebook, ["size=3"], tmp_path / "rows.csv")
 
 
@@ -183,7 +179,7 @@ def test_key_depends_on_parameters_cells_and_code(notebook, tmp_path, monkeypatc
         return list(planning.plan(path, values).runs)
 
     (own,) = keys("size=2")
-    assert keys("size=2", "length=5") == [own] and keys("size=2,2") == [own]  # a default that is written out
+    assert keys("size=2", "length=5") == [own] and keys("size=2,2") == [own]  # an explicit default
     assert own not in keys("size=3") and own not in keys("length=auto", "size=2")
     assert own not in keys("size=2", path=sweeps.stub(tmp_path, "changed = 1", name="other"))
     monkeypatch.setattr(run_process, "code_version", lambda: "other code")

@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster of this machine. They are skipped without Ray."""
+"""Sweeps on a Ray cluster of this machine. Skipped without Ray."""
 
 import importlib.util
 import os
@@ -56,8 +56,11 @@ def test_killed_worker_costs_one_run_and_no_result(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gpus": 99}, r"a run asks for 99 GPU\(s\), and no machine of the Ray cluster has more than"),
-        ({"address": "127.0.0.1:1"}, r"cannot use the Ray cluster at 127\.0\.0\.1:1 .* Is it running, and is"),
+        ({"gpus": 99}, r"a run needs 99 GPU\(s\), and no machine of the Ray cluster has more than"),
+        (
+            {"address": "127.0.0.1:1"},
+            r"cannot use the Ray cluster at 127\.0\.0\.1:1 .* Check that the cluster is running",
+        ),
         ({"address": "ray://10.0.0.1:10001"}, r"a cluster at ray://10\.0\.0\.1:10001 must ask for a token"),
     ],
 )

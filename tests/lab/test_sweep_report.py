@@ -14,7 +14,6 @@ SHIPPED = records.SHIPPED / "latency_sweep"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A sweep of six runs. One failed, one found the disk full."""
     plan = planning.plan(sweeps.stub(tmp_path), ["size=1,2,3", "length=auto,4"])
     place = tmp_path / "out"
     with pytest.raises(planning.SweepStopped):
@@ -57,8 +56,8 @@ WRONG = {
     "value must be one of .*over_regular.*; got 'speed'": {"value": "speed"},
     "across must be one of run, .*batch_size.*; got 'batchsize'": {"across": "batchsize"},
     "by must be one of .*; got 'seeed'": {"by": "draft_length, seeed"},
-    "only=.* is no query of the columns run, .*method": {"only": "methods == 'x'"},
-    "no record has method == 'x'": {"only": "method == 'x'"},
+    "only=.* is not a query of the columns run, .*method": {"only": "methods == 'x'"},
+    "no record matches method == 'x'": {"only": "method == 'x'"},
 }
 
 

@@ -1,5 +1,3 @@
-"""Printed tables fit the terminal and are plain in a pipe. Progress goes to standard error."""
-
 import io
 import re
 import sys

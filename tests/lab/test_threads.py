@@ -1,5 +1,3 @@
-"""Threads that suit the machine: the choice next to other programs. Settings of the user stay."""
-
 import os
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from typer.testing import CliRunner
 from bass_lab import threads
 from bass_lab.cli.main import app
 
-WARNING = ": times measured now say little"
+WARNING = ": times measured now are unreliable"
 
 
 def speeds(one: float, two: float):
@@ -41,11 +39,11 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("others", "one", "two", "chosen", "sentence"),
     [
-        (0.1, 1.0, 1.6, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
+        (0.1, 1.0, 1.6, 2, "Threads: 2, spinning while waiting; other programs use 0.1 of 2 CPUs."),
         (0.1, 1.0, 0.3, 1, "Threads: 1, faster here than 2; other programs use 0.1 of 2 CPUs."),
-        (0.1, 1.0, 0.9, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
+        (0.1, 1.0, 0.9, 2, "Threads: 2, spinning while waiting; other programs use 0.1 of 2 CPUs."),
         (1.9, 1.0, 1.0, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
-        (1.9, 1.0, 1.2, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 1.2, 2, f"Threads: 2, sleeping while waiting; other programs use 1.9 of 2 CPUs{WARNING}."),
     ],
 )
 def test_choice_depends_on_free_cpus_and_speeds(others, one, two, chosen, sentence):
@@ -54,7 +52,7 @@ def test_choice_depends_on_free_cpus_and_speeds(others, one, two, chosen, senten
 
 
 def test_one_thread_is_not_timed_and_free_cpus_do_not_count():
-    sentence = "Threads: 1, with no other to wait for; other programs use 0.0 of 1 CPUs."
+    sentence = "Threads: 1, the only thread; other programs use 0.0 of 1 CPUs."
     assert threads.choose(1, 0.0, 1, None) == threads.Choice(1, False, sentence)
     assert threads.is_busy(16, 1.0, 16) and not threads.is_busy(8, 7.0, 16)
 
@@ -64,7 +62,7 @@ def test_settings_of_the_user_count():
         assert threads.settled_by_user({name: value}, 8, 8)
     assert threads.settled_by_user({}, 2, 8)
     assert not threads.settled_by_user({}, 8, 8)
-    assert not threads.settled_by_user({}, 4, 8)  # torch counts cores, the system each twice
+    assert not threads.settled_by_user({}, 4, 8)  # torch counts cores, the system counts hardware threads
 
 
 def test_settings_of_the_user_stay(machine, monkeypatch):
@@ -84,10 +82,10 @@ def test_settling_prints_one_line_and_starts_from_all_threads(machine, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [(["notebooks"], 1), (["notebooks", "--help"], 0)])
 def test_command_reports_threads_on_standard_error(machine, monkeypatch, tmp_path, arguments, said):
-    monkeypatch.chdir(tmp_path)  # where there are no lessons to build
+    monkeypatch.chdir(tmp_path)  # a folder without lessons
     monkeypatch.setattr(sys, "argv", ["bass", *arguments])
     result = CliRunner().invoke(app, arguments)
-    assert result.stderr.count("Threads: 2, awake") == said
+    assert result.stderr.count("Threads: 2, spinning") == said
     assert "Threads: 2" not in result.stdout
 
 
@@ -108,12 +106,12 @@ def test_idle_team_lives_while_the_machine_is_busy(machine):
 
 
 @pytest.mark.skipif(not threads.TICKS.exists(), reason="the system does not tell who uses its CPUs")
-def test_cpus_of_others_counts_a_busy_process_and_not_this_one(monkeypatch):
+def test_cpus_of_others_excludes_this_process(monkeypatch):
     ticks = threads._busy_seconds()
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    assert threads._busy_seconds() - ticks > 0.15  # ours is among all
+    assert threads._busy_seconds() - ticks > 0.15  # the total contains our time
 
     seconds = iter([10.0, 11.5])
     monkeypatch.setattr(threads, "_busy_seconds", lambda: next(seconds))

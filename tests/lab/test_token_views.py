@@ -1,5 +1,3 @@
-"""Views of a step, a row and a run of a trace under each verification rule."""
-
 import html
 import re
 
@@ -19,7 +17,6 @@ def pair():
 
 @pytest.fixture(scope="module")
 def traces(pair):
-    """A run of three library prompts per verification rule, and a greedy one."""
     options = {"max_new_tokens": 24, "draft_length": 4, "trace": "tokens"}
     texts = prompt_set("library", 3)
     sampled = {rule: bass.generate(pair, texts, verification=rule, temperature=0.8, **options) for rule in RULES}
@@ -39,11 +36,11 @@ def test_outcomes_are_the_steps_of_the_trace(traces, rule):
         if rule != "block":
             refused = (refused[:1] + ["not reached"] * len(refused))[: len(refused)]
         own = "regular" if not step.drafted else "recovered" if step.accepted < step.drafted else "bonus"
-        if step.emitted > step.accepted:  # the row did not end inside its draft
+        if step.emitted > step.accepted:  # the row did not end inside the draft
             assert found.outcome.tolist() == ["accepted"] * step.accepted + refused + [own]
         kept = min(step.accepted, step.emitted)
         assert found.position.tolist()[:kept] == list(range(step.kv_length, step.kv_length + kept))
-    assert (tokens.nth == 0).sum() == 3  # the prefill's
+    assert (tokens.nth == 0).sum() == 3  # the prefill's tokens
 
 
 def test_rejected_tokens_have_larger_q_and_recovered_ones_larger_p(traces):
@@ -56,8 +53,8 @@ def test_rejected_tokens_have_larger_q_and_recovered_ones_larger_p(traces):
 
 
 REASONS = {
-    "token": "kept with probability p/q",
-    "block": "judges the drafted tokens together",
+    "token": "accepted with probability p/q",
+    "block": "judges the draft tokens together",
     "coupled": "choose with the same noise",
     "greedy": "At temperature 0 only the target",
 }
@@ -72,7 +69,7 @@ def test_rejection_has_the_reason_of_its_rule(pair, traces):
 def test_step_without_a_rejection_has_its_reason(pair):
     both = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
     full = bass.generate(both, "def f(x):\n", draft_length=3, max_new_tokens=9, trace="tokens").trace
-    assert "All 3 drafted tokens were accepted" in token_views.why(full, 0, 1, pair.tokenizer)
+    assert "All 3 draft tokens were accepted" in token_views.why(full, 0, 1, pair.tokenizer)
     assert token_views.surest_rejection(full) == (0, 1)
     regular = bass.generate(pair, "def f(x):\n", draft_length=0, max_new_tokens=3, trace="tokens").trace
     assert "Nothing was drafted" in token_views.why(regular, 0, 1, pair.tokenizer)

@@ -1,5 +1,3 @@
-"""Training resumes after an interrupt and writes folders that transformers loads."""
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -52,7 +50,7 @@ def test_tokenizer_decodes_any_text(tokenizer, texts):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
 
 
-def test_tokens_of_a_prompt_begin_those_of_its_function(tokenizer, texts):
+def test_prompt_tokens_are_a_prefix_of_the_function(tokenizer, texts):
     for text in texts:
         begin = tokenizer(text[: text.index('"""\n') + 4])["input_ids"]
         assert tokenizer(text)["input_ids"][: len(begin)] == begin
@@ -76,7 +74,7 @@ def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
     assert torch.equal(Windows(texts[:100], tokenizer).stream, before)
 
 
-def test_training_attention_and_norm_equal_those_of_transformers(tokenizer):
+def test_training_attention_and_norm_equal_transformers(tokenizer):
     torch.manual_seed(0)
     model = fitting.new_model(TINY.target, tokenizer)
     plain = LlamaForCausalLM(model.config)
@@ -119,7 +117,7 @@ def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, 
     with pytest.raises(KeyboardInterrupt):
         fitted(tokenizer, windows, tmp_path / "cut")
     resumed, report = fitted(tokenizer, windows, tmp_path / "cut")
-    assert report["steps"] == 40 and len(steps) == 41  # the step that was cut off is done again, no other
+    assert report["steps"] == 40 and len(steps) == 41  # only the interrupted step is repeated
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     windows.take = None  # a finished training takes no more windows

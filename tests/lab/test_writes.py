@@ -1,5 +1,3 @@
-"""Files are written whole or not at all: after a full disk, after kills, and next to other writers."""
-
 import errno
 import json
 import os
@@ -68,7 +66,7 @@ def test_full_disk_leaves_the_old_file(tmp_path, name, monkeypatch):
     save(folder / name)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert name in whole
-    if name.endswith(".html"):  # a kernel writes files of its own
+    if name.endswith(".html"):  # a kernel writes its own files
         monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
         with pytest.raises(OSError, match="no space"):
             save(folder / name)
@@ -79,7 +77,7 @@ def test_full_disk_leaves_the_old_file(tmp_path, name, monkeypatch):
 
 
 def killed_after(steps, action):
-    """Run an action in a process that is killed after some operations on files. Return its status."""
+    """Run an action in a process, kill the process after `steps` file operations, and return the exit status."""
 
     def counted():
         left = steps
@@ -137,7 +135,7 @@ def test_many_writers_leave_one_whole_file(tmp_path):
 
 def test_read_only_folder_keeps_its_files():
     def keeps(folder):
-        if os.geteuid() == 0:  # who writes everywhere
+        if os.geteuid() == 0:  # root can write everywhere
             os.setgroups([])
             os.setresuid(65534, 65534, 65534)
         with pytest.raises(PermissionError):
@@ -197,7 +195,7 @@ def test_killed_writers_lose_and_double_no_line(tmp_path):
         def work():
             for number in range(first, first + 10_000):
                 add(path, number)
-                os.write(written, b".")  # the line is there
+                os.write(written, b".")  # the line is complete
 
         child = sweeps.forked(work)
         os.close(written)

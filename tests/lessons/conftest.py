@@ -1,5 +1,3 @@
-"""What the tests of several lessons share."""
-
 import gpu_box
 import lesson_runs
 import pytest
@@ -10,14 +8,13 @@ from bass_lab.gpu import stages
 
 @pytest.fixture(scope="session")
 def pair():
-    """The embedded pair in float32. No test changes it."""
     return bass.load_pair(dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """A folder of records: those that ship and all that a GPU would have recorded, made up."""
-    pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
+    """Return a folder with the shipped records and invented records of a GPU."""
+    pytest.importorskip("triton")  # the kernel benchmark's code makes its cases
     folder = lesson_runs.without_gpus(tmp_path_factory.mktemp("recorded") / "records")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BASS_RECORDS", str(folder))
@@ -27,5 +24,5 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unrecorded(tmp_path_factory):
-    """A folder of records: those that ship but for any of a GPU."""
+    """Return a folder with the shipped records, except a GPU's."""
     return lesson_runs.without_gpus(tmp_path_factory.mktemp("unrecorded") / "records")

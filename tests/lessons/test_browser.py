@@ -1,4 +1,4 @@
-"""The lessons in a real browser: JupyterLab runs them, a slider moves by keyboard, the figure follows."""
+"""Lessons in a real browser: JupyterLab runs them, and figures follow sliders moved by keyboard."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from bass_lab.show import browser, pages
 DATA = "figure => JSON.stringify(figure.data, (_, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)"
 FITS = "figure => Math.abs(figure._fullLayout.width - figure.parentElement.clientWidth) <= 1"
 TITLE = "figure => figure.layout.title.text"
-# Where on the page a cell of a heatmap is drawn.
+# Position on the page of a heatmap's cell.
 PLACE = """(figure, [x, y]) => {
     const [box, {xaxis, yaxis}] = [figure.getBoundingClientRect(), figure._fullLayout];
     return [box.x + xaxis._offset + xaxis.d2p(x), box.y + yaxis._offset + yaxis.d2p(y)];
@@ -32,7 +32,7 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """JupyterLab on a lesson that ends with its first widget. test_notebooks.py runs the other cells."""
+    """Start JupyterLab with a lesson up to its first widget. test_notebooks.py runs the other cells."""
     folder = tmp_path_factory.mktemp("lessons")
     notebook = nbformat.read(lesson_runs.NOTEBOOKS / f"{LESSON}.ipynb", as_version=4)
     first = next(at for at, cell in enumerate(notebook.cells) if "\nexplorer = AcceptanceExplorer(" in cell.source)
@@ -49,7 +49,7 @@ def errors(page):
 
 
 def wait_until(page, holds, widget):
-    """Ask anew until it holds, of what is on the page then: it may draw a widget again while it is laid out."""
+    """Poll until `holds` is true. The page may draw a widget again during layout."""
     for _ in range(5 * browser.PATIENCE):
         if holds():
             return
@@ -58,7 +58,6 @@ def wait_until(page, holds, widget):
 
 
 def move(page, slider, widget):
-    """One step to the right by keyboard; again if the page has taken the focus away in between."""
     value = slider.get_attribute("aria-valuenow")
 
     def moved():
@@ -81,7 +80,7 @@ def test_page_needs_no_network(chromium, tmp_path):
     drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]), {'title': '$a_1$'})"
     cells = [nbformat.v4.new_markdown_cell("# Formula\n\nIt is $\\alpha^k$."), nbformat.v4.new_code_cell(drawing)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_drawn.ipynb")
-    with ThreadPoolExecutor() as elsewhere:  # here the browser's event loop runs
+    with ThreadPoolExecutor() as elsewhere:  # the browser's event loop runs in this thread
         notebook = elsewhere.submit(pages.execute, tmp_path / "01_drawn.ipynb").result()
     pages.draw_figures(notebook)
     built = tmp_path / "01_drawn.html"

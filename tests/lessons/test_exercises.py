@@ -1,4 +1,4 @@
-"""Exercises: the checks refuse the notebook's solutions with one piece of their text replaced, and say why."""
+"""Exercises: checks refuse the solutions with one changed piece of text, and name the mistake."""
 
 import json
 import math
@@ -35,24 +35,24 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("accept_or_recover", "(p - q).clamp(min=0)", "p", "the text gets the distribution [0.65, 0.19, 0.16]"),
     ("accept_or_recover", "min(1.0, float(p[drafted] / q[drafted]))", "p[drafted] / q[drafted]", "the chance is 3"),
     ("by_block", "        if u[i - 1] < h:", "        if accepted == i - 1 and u[i - 1] < h:", "a later one may still"),
-    ("by_block", "(weight * p", "(p", "p is to be multiplied by the weight"),
+    ("by_block", "(weight * p", "(p", "multiply p by the weight"),
     ("expected_tokens", "sum(alpha**i for i in range(k + 1))", "1 + alpha * k", "only if all before it"),
-    ("expected_tokens", "range(k + 1)", "range(1, k + 1)", "the target adds itself"),
-    ("positions", "- 1 +", "+", "row 0, query 0 (the last committed token) stands at 4, got 5"),
+    ("expected_tokens", "range(k + 1)", "range(1, k + 1)", "the target's own token is missing"),
+    ("positions", "- 1 +", "+", "row 0, query 0 (the last committed token) has position 4, got 5"),
     ("positions", "lengths[:, None]", "lengths.max()", "two rows of different lengths"),
     ("positions", "torch.minimum(queries, drafted[:, None])", "queries", "padding, which repeats the row's last valid"),
-    ("keep", "<=", "<", "entry 2 (drafted token 2) was accepted, yet it is dropped"),
-    ("keep", "<= accepted[:, None]", ">= 0 * accepted[:, None]", "was rejected, yet it is kept"),
-    ("commit", "lengths[:, None] +", "lengths.max() + 0 * lengths[:, None] +", "stand behind the longest row"),
-    ("commit", "accepted + 1", "accepted", "the target's own token counts, too"),
+    ("keep", "<=", "<", "entry 2 (draft token 2) was accepted, but you drop it"),
+    ("keep", "<= accepted[:, None]", ">= 0 * accepted[:, None]", "was rejected, but you keep it"),
+    ("commit", "lengths[:, None] +", "lengths.max() + 0 * lengths[:, None] +", "are behind the longest row"),
+    ("commit", "accepted + 1", "accepted", "count the target's own token, too"),
     ("alpha", "sum(accepted) / judged", "sum(accepted) / sum(drafted)", "this is the acceptance rate"),
     ("alpha", ", sum(accepted) / sum(drafted)", ", sum(accepted) / judged", "(this is alpha)"),
-    ("algorithm_1", "math.ceil", "math.floor", "rounded up"),
-    ("algorithm_1", " - s)", ")", "s shortens it once more"),
+    ("algorithm_1", "math.ceil", "math.floor", "round length / 10 up"),
+    ("algorithm_1", " - s)", ")", "s makes the draft one token shorter"),
     ("algorithm_1", "min(length + 2, 32)", "length + 2", "the limit is 32"),
-    ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))", "drafts are never accepted"),
-    ("gaps", "max(reached, end)", "end", "(a long one contains a short one): expected 1, got 7"),
-    ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at", "it runs during the next phase"),
+    ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))", "draft tokens are never accepted"),
+    ("gaps", "max(reached, end)", "end", "(a long interval contains a short one): expected 1, got 7"),
+    ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at", "the kernel runs during the next phase"),
     ("owner", "in kernels]", "in dict(kernels).items()]", "(a CUDA graph: three"),
     ("merge", "torch.where(lse == -torch.inf, 0.0, lse)", "lse", "(nothing in either): out should be [0.0"),
     ("merge", "lse = torch.logaddexp(lse_a, lse_b)", "lse = (lse_a.exp() + lse_b.exp()).log()", "(scores near 1000)"),
@@ -62,23 +62,23 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("cut", "range(16, max(lengths) + 16, 16)", "(10**6,)", "is done after 1032; "),
     ("latencies", "(n - 1)", "n", "the prefill's token"),
     ("latencies", "1e3 * ", "", "these are seconds"),
-    ("floor", "max(memory, arithmetic)", "memory + arithmetic", "both go on at the same time"),
+    ("floor", "max(memory, arithmetic)", "memory + arithmetic", "reads and operations overlap"),
     ("floor", "(2 * weights + per_key", "(2 * weights * batch + per_key", "expected"),
     ("pass_at_first", "passed[max(in_time, key=lambda row: confidence[row])]", "any(passed)", "the most confident"),
     ("pass_at_first", "<= budget", "< budget", "row 0"),
-    ("unpack", "code - 16 if code > 7 else code", "code", "its codes have no sign"),
+    ("unpack", "code - 16 if code > 7 else code", "code", "the codes have no sign"),
     ("unpack", "[each & 15 for each in packed] + [each >> 4 for each in packed]",
-     "[half for each in packed for half in (each & 15, each >> 4)]", "takes the two codes of a byte for neighbours"),
+     "[half for each in packed for half in (each & 15, each >> 4)]", "not neighbours"),
     ("step_bytes", "4 + 16 / 32", "4", "weights of 4 bits have scales"),
-    ("step_bytes", "draft_length * draft ", "min(draft_length, 1) * draft ", "in every one of its passes"),
+    ("step_bytes", "draft_length * draft ", "min(draft_length, 1) * draft ", "every draft pass reads"),
     ("step_bytes", ") / 8", ")", "these are bits"),
-    ("lossy_law", "refused * a for", "0 for", "forgets the draws that take the place"),
-    ("lossy_law", "a >= epsilon * max(p)", "b >= epsilon * max(q)", "it compares q, not p"),
-    ("lossy_law", ">= epsilon", "> epsilon", "exactly at the limit is kept"),
-    ("goodput", "for arrived, _, first, ended, tokens", "for _, arrived, first, ended, tokens", "not from the arrival"),
+    ("lossy_law", "refused * a for", "0 for", "draws that replace rejected tokens are missing"),
+    ("lossy_law", "a >= epsilon * max(p)", "b >= epsilon * max(q)", "compare p with the limit, not q"),
+    ("lossy_law", ">= epsilon", "> epsilon", "exactly at the limit is accepted"),
+    ("goodput", "for arrived, _, first, ended, tokens", "for _, arrived, first, ended, tokens", "the wait starts at the arrival"),
     ("goodput", "(tokens - 1)", "tokens", "n tokens have n - 1 gaps"),
     ("goodput", " - requests[0][0])", ")", "first arrival"),
-    ("source_mask", "< torch", ">= torch", "may *not* look"),
+    ("source_mask", "< torch", ">= torch", "may *not* attend"),
     ("source_mask", "torch.tensor(lengths)[:, None]", "1 + torch.arange(len(lengths))[:, None]", "causal"),
     ("state_after", "start + accepted + 1", "len(inputs)", "rejected ones too"),
     ("state_after", "start + accepted + 1", "start", "before the step"),
@@ -108,7 +108,7 @@ def test_mistake_is_named(name, right, wrong, words, capsys):
     refused(CHECKS[f"check_{name}"], solution(name, right, wrong), words, capsys)
 
 
-def test_every_exercise_has_a_mistake_and_refuses_nothing_at_all(capsys):
+def test_every_exercise_has_a_mistake_and_refuses_an_empty_answer(capsys):
     assert {f"check_{name}" for name, *_ in MISTAKES} == set(CHECKS)
     for name in sorted(set(CHECKS) - {"check_source_mask"}):
         refused(CHECKS[name], lambda *given: None, "None", capsys)
@@ -134,10 +134,10 @@ def test_check_passes_stubs_and_errors_on(capsys):
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
-        ("lengths.max()", "1", "3 tokens were asked for, and 1 drafted"),
+        ("lengths.max()", "1", "3 tokens were requested, but 1 drafted"),
         ("            context = context.after(token)\n", "", "a random number was used twice"),
         ("q = context.law(self.logits[token])", "q = self.logits[token].softmax(-1)", "at that temperature"),
-        ("(token, q)", "(token, (q + q.mean(-1, keepdim=True)) / 2)", "it says that it drew"),
+        ("(token, q)", "(token, (q + q.mean(-1, keepdim=True)) / 2)", "the drafter reports probability"),
     ],
 )
 def test_mistake_in_a_drafter_is_named(right, wrong, words, capsys):
@@ -145,7 +145,7 @@ def test_mistake_in_a_drafter_is_named(right, wrong, words, capsys):
 
 
 class Launched:
-    """A stand-in for a Triton kernel: `kernel[grid](scores, out, cap, N=N)`."""
+    """A fake Triton kernel: `kernel[grid](scores, out, cap, N=N)`."""
 
     def __init__(self, function):
         self.function = function
@@ -158,8 +158,8 @@ class Launched:
     ("wrong", "words"),
     [
         (lambda s, cap: s, "the scores come back unchanged"),
-        (lambda s, cap: (s / cap).tanh(), "the cap is missing"),
-        (lambda s, cap: cap * s.tanh(), "divided by the cap first"),
+        (lambda s, cap: (s / cap).tanh(), "multiply it by the cap"),
+        (lambda s, cap: cap * s.tanh(), "divide the scores by the cap"),
         (lambda s, cap: cap * ((2 * s / cap).exp() - 1) / ((2 * s / cap).exp() + 1), "e^x overflowed"),
     ],
 )

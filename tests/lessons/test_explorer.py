@@ -32,13 +32,11 @@ def shown(raster):
 
 
 def drawn(figure):
-    """A figure as JSON, without the names that plotly gives its traces."""
     picture = json.loads(figure.to_json())
     return picture | {"data": [{key: value for key, value in one.items() if key != "uid"} for one in picture["data"]]}
 
 
 def click(figure, row, nth):
-    """What the page sends when a cell of the raster is clicked."""
     points = {"trace_indexes": [0], "point_indexes": [[row, nth - 1]], "xs": [nth], "ys": [row], "zs": [0]}
     figure._js2py_pointsCallback = {"event_type": "plotly_click", "points": points}
 
@@ -99,7 +97,7 @@ def test_error_is_shown_and_the_controls_recover(pair):
                                   batch_size=2, max_new_tokens=8)  # fmt: skip
     before = shown(explorer.raster)
     explorer.controls["batch_size"].value = 3
-    assert "the prompt set &#x27;mine&#x27; has 2 prompts, batch size is 3 (ValueError)" in explorer.message.value
+    assert "the prompt set &#x27;mine&#x27; has 2 prompts; batch size is 3 (ValueError)" in explorer.message.value
     np.testing.assert_array_equal(shown(explorer.raster), before)
     explorer.controls["batch_size"].value = 1
     assert explorer.message.value == "" and len(shown(explorer.raster)) == 1
@@ -131,7 +129,7 @@ def test_coupled_text_equals_regular_decoding(pair):
     texts, passes = explorer.out.texts, {explorer.out.trace.summary()["steps"]}
     for name, value in (("draft_length", 1), ("policy", "Algorithm 1")):
         explorer.controls[name].value = value
-        assert explorer.same_text is True and "3 of 3 rows equal" in explorer.badge.value
+        assert explorer.same_text is True and "3 of 3 rows are equal" in explorer.badge.value
         assert explorer.out.texts == texts
         passes.add(explorer.out.trace.summary()["steps"])
     assert len(passes) > 1
@@ -153,7 +151,7 @@ def test_different_text_is_reported(pair, monkeypatch):
 
     monkeypatch.setattr(explorer_module, "generate", with_an_error)
     explorer = AcceptanceExplorer(pair, temperature=0.9, verification="coupled", **SIZE)
-    assert explorer.same_text is False and "2 of 3 rows equal" in explorer.badge.value
+    assert explorer.same_text is False and "2 of 3 rows are equal" in explorer.badge.value
 
 
 def test_click_equals_the_controls(pair):

@@ -1,4 +1,4 @@
-"""Lesson 13: encoder-decoder sources, recurrent states, and four methods that write the same text."""
+"""Lesson 13: encoder-decoder sources, recurrent states, and four methods with the same text."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_different_texts_are_an_error(reading_pair, monkeypatch):
         demonstrations.timed(reading_pair, PROMPTS, batch_sizes=[1], draft_length=1, most=2, repeats=1)
 
 
-def test_methods_end_where_generate_ends():
+def test_methods_end_like_generate():
     pair = bass.ModelPair(tiny_reader("pegasus"), tiny_reader("pegasus", noise=0.05))
     read = sources("pegasus", 5, 9, 3)
     expected = [alone(pair.target, each, 8) for each in read]
@@ -55,4 +55,4 @@ def test_state_without_rollback_writes_another_text():
     assert rolled.loc["by position", "text"] == rolled.loc["transformers.generate", "text"]
     assert rolled.loc["as it was left", "right tokens"] < 16 == rolled.loc["by position", "right tokens"]
     again = demonstrations.rolled_back(demonstrations.stateful_model(), torch.tensor([5, 9, 12, 44]), 16, 4)
-    assert again.loc["by position", "right tokens"] == 16  # the bug is gone with its demonstration
+    assert again.loc["by position", "right tokens"] == 16  # the demonstration has ended

@@ -46,7 +46,7 @@ def test_own_models_without_costs_are_refused(monkeypatch):
         views.cost_models(None, own=True)
 
 
-def test_shipped_recordings_go_on_after_eos():
+def test_shipped_traces_continue_after_eos():
     recorded = views.recordings(None, False, 0.2, 3)
     assert all((trace.lengths == 128).all() for trace in recorded.values())
     assert recorded["mini"].alpha > recorded["library"].alpha + 0.1
@@ -114,8 +114,8 @@ def test_learner_resumes_a_known_task(traces, cost):
     assert not learners["Learned"].memories and not learners["told"].memories  # copies were used
     first = table[table.step == 1].pivot_table(index="policy", columns="stage", values="k")
     assert (first.loc["fixed"] == 3).all()
-    assert first.loc["told", 2] > first.loc["told", 3]  # easy again, hard again: remembered
-    assert first.loc["Learned", 3] > first.loc["told", 3]  # not told, it goes on as on easy text
+    assert first.loc["told", 2] > first.loc["told", 3]  # easy again, hard again: both tasks were remembered
+    assert first.loc["Learned", 3] > first.loc["told", 3]  # without the task, the policy continues as on easy text
     pd.testing.assert_series_equal(
         table.query("policy == 'told' and stage == 0").ms, table.query("policy == 'Learned' and stage == 0").ms,
         check_index=False,

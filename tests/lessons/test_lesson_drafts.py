@@ -49,7 +49,7 @@ def test_unknown_and_missing_drafts_are_refused(pairs):
 def test_drafts_are_interleaved_and_the_first_round_is_dropped(runs, pairs):
     turns = [demonstrations.REGULAR, *pairs]
     assert runs.draft.tolist() == turns * 4 and set(runs.repeat) == {1, 2}
-    assert (runs.tokens == runs.batch * (OPTIONS["max_new_tokens"] - 1)).all()  # the prefill gave the first
+    assert (runs.tokens == runs.batch * (OPTIONS["max_new_tokens"] - 1)).all()  # the prefill produced the first token
     regular = runs[runs.draft == demonstrations.REGULAR]
     assert (regular.judged == 0).all() and regular.draft_ms.isna().all()
 
@@ -89,7 +89,7 @@ def counts(accepted, judged):
     return pd.DataFrame({"accepted": accepted, "judged": judged})
 
 
-def test_judged_drafts_equal_those_of_a_run(pairs):
+def test_judged_drafts_equal_a_run(pairs):
     pair, prompts = pairs["draft"], prompt_set("library", 3)
     texts = Written.by(pair, prompts, max_new_tokens=24, temperature=0.0)
     chances = [torch.minimum(p, q).sum(-1) for p, q in zip(texts.p, texts.read_by(pair.draft), strict=True)]
@@ -104,7 +104,7 @@ def test_judged_drafts_equal_those_of_a_run(pairs):
     assert found.judged.tolist() == list(map(len, texts.p))
 
 
-def test_gain_of_all_prompts_is_certain_and_a_random_one_is_not():
+def test_gain_interval_is_wider_for_random_gains():
     generator = np.random.default_rng(0)
     before = counts(generator.integers(10, 30, 40), 40)
     better, other = before.assign(accepted=before.accepted + 4), counts(generator.integers(10, 30, 40), 40)
@@ -119,7 +119,7 @@ def test_bytes_and_parameters_are_counted_for_every_drafter(pairs):
     config = pairs["draft"].target.config
     head = bass.FeatureDrafter(feature_head(pairs["draft"].target))
     found = demonstrations.keeps(pairs | {"head": bass.ModelPair(pairs["draft"].target, head)})
-    keys_and_values = 2 * config.num_key_value_heads * config.head_dim * 4  # of a layer, in float32
+    keys_and_values = 2 * config.num_key_value_heads * config.head_dim * 4  # per layer, in float32
     assert found["bytes per token"].tolist()[:2] == [0, 2 * keys_and_values]
     own = head.head.config
     keys_and_values = 2 * own.num_key_value_heads * own.head_dim * 4

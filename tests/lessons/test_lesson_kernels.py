@@ -27,7 +27,7 @@ from bass_lab.measure.roofline import H100, MODELS
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks/07_ragged_attention_kernels.ipynb"
 LENGTHS = [5, 12]
-# Row 1 in two pieces, row 0 in one, and an idle item.
+# Row 1 in two pieces, row 0 in one piece, and an idle item.
 ITEMS = torch.tensor([[1, 0, 8, 0], [1, 8, 12, 1], [0, 0, 5, -1], [-1, 0, 0, 3]], dtype=torch.int32)
 
 
@@ -96,7 +96,7 @@ def test_slider_redraws_the_bars():
     before = list(done.x)
     slider.value = 1
     assert list(needed.x) == pytest.approx([0.401] * 3) and list(wasted.x) == pytest.approx([0.399, 0, 0])
-    assert list(done.x) != before and "50% of what" in sentence.value
+    assert list(done.x) != before and "wastes 50% of its reads" in sentence.value
 
 
 def test_only_gpu_times_are_shown(tmp_path):

@@ -41,7 +41,7 @@ def test_bounds_follow_the_roofline(pair, phases):
         for used, tokens in ((line.verified, line.k + 1), (line.emitted, phase.tokens)):
             operations = roofline.work.flops(line.batch, tokens, phase.kv + (tokens - 1) / 2)
             assert used == pytest.approx(operations / DEVICE.flops / phase.step * 1e3)
-    assert set(bound.limit) == {"memory", "arithmetic"}  # regular decoding of one row, and the rest
+    assert set(bound.limit) == {"memory", "arithmetic"}  # regular decoding of one row; all other points
     assert (bound.emitted <= bound.verified).all()
     regular = bound.query("k == 0")
     assert regular.emitted.to_numpy() == pytest.approx(regular.verified.to_numpy())

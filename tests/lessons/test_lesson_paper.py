@@ -70,7 +70,7 @@ def test_unfused_products_write_the_same_text(pair, path):
 def test_bytes_of_attention_are_counted():
     lengths, queries = [100, 300], 8
     moved = demonstrations.attention_bytes(lengths, queries, TARGET_8B)
-    key = 2 * TARGET_8B.kv_heads * TARGET_8B.head_dim * 2  # of one token in one layer, in bytes
+    key = 2 * TARGET_8B.kv_heads * TARGET_8B.head_dim * 2  # bytes per token in one layer
     keys = moved["keys and values"] * 1e6 / key
     assert keys.to_dict() == pytest.approx(dict(zip(moved.index, (600, 600, 400, 400, 400), strict=True)))
     scores = 4 * 32 * 8 * 2 / 1e6

@@ -15,7 +15,7 @@ from bass_lab.lessons import l09_figures
 
 
 def samples(finish, passed, logprob_sum, problem="a") -> pd.DataFrame:
-    """Rows of one problem with ten tokens each; NaN: did not finish."""
+    """Return rows of one problem with ten tokens each; NaN: unfinished."""
     finish = np.array(finish, dtype=float)
     times = {"finish_seconds": finish, "finished": ~np.isnan(finish), "tokens": 10}
     grades = {"logprob_sum": logprob_sum, "passed": passed}

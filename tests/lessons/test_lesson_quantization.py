@@ -16,7 +16,7 @@ from bass_lab.texts.prompt_sets import prompt_set
 def test_bytes_of_a_pass_equal_its_weights(pair):
     copies = demonstrations.copies(pair.draft)
     full, int8, int4 = (demonstrations.pass_bytes(copies[kind]) for kind in demonstrations.KINDS)
-    assert sum(full.values()) == sum(each.nbytes for each in pair.draft.parameters())  # its table is its head, too
+    assert sum(full.values()) == sum(each.nbytes for each in pair.draft.parameters())  # the table is also the head
     assert full["the rest"] == int8["the rest"] == int4["the rest"]
     linear = [each.weight for each in pair.draft.modules() if type(each) is torch.nn.Linear]
     linear = [each for each in linear if each is not pair.draft.get_output_embeddings().weight]

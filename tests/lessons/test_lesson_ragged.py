@@ -56,7 +56,7 @@ def test_cache_states_by_hand():
     states = l02_demonstrations.cache_states(STEPS).set_index(["step", "row"])
     assert states.loc[(1, 0)].tolist() == [4, 5, 8, 8, 0, 8]  # three rejected tokens leave three stale slots
     assert states.loc[(1, 1)].tolist() == [9, 13, 13, 13, 0, 13]
-    assert states.loc[(2, 0)].tolist() == [5, 7, 7, 8, 2, 7]  # a short draft overwrites two of them: one lives on
+    assert states.loc[(2, 0)].tolist() == [5, 7, 7, 8, 2, 7]  # a short draft overwrites two stale slots: one remains
     assert states.loc[(2, 1)].tolist() == [13, 16, 17, 17, 0, 17]
 
 
@@ -65,13 +65,13 @@ def test_with_a_fixed_length_no_stale_slot_survives_a_step(run):
     left_stale = (states.stale_end - states.kept).groupby(states.row).shift(fill_value=0)
     assert left_stale.sum() > 0 and (states.overwritten == left_stale).all()
     ends = states.groupby("row").kept.last().tolist()
-    assert ends == [len(prompt) + NEW - 1 for prompt in PROMPTS]  # all but the last token have an entry
+    assert ends == [len(prompt) + NEW - 1 for prompt in PROMPTS]  # all tokens except the last have an entry
 
 
 def test_slots_read_by_hand():
     table = l02_demonstrations.slots_read(l02_demonstrations.cache_states(STEPS))
     assert table["key slots read"].tolist() == [2 * 13 + 2 * 17, 8 + 13 + 7 + 17, 8 + 13 + 7 + 17]
-    assert table["of these in vain"].tolist() == [15, 0, 0]
+    assert table["of these wasted"].tolist() == [15, 0, 0]
     assert table["launches per layer and pass"].tolist() == [1, 2, 1]
 
 
@@ -107,7 +107,6 @@ def test_naive_refuses_what_it_cannot_do():
 
 @pytest.fixture(scope="module")
 def embedded(pair):
-    """Runs of the embedded pair with each bug, as the lesson shows them, and the texts of the rows alone."""
     prompts, options = prompt_set("library", 4), {"max_new_tokens": 24}
     bugs = (None, *l02_naive_batches.BUGS)
     runs = {bug: l02_naive_batches.naive_generate(pair, prompts, bug, **options) for bug in bugs}
@@ -174,10 +173,10 @@ def test_cache_slider_shows_the_step():
     assert list(parts["committed in this step"].x) == [1, 4]
     slider.value = 2
     assert list(parts["committed"].x) == [5, 13] and list(parts["committed in this step"].x) == [2, 3]
-    stale, empty = parts["stale: rejected, overwritten next"], parts["none of the row's"]
+    stale, empty = parts["stale: rejected, overwritten next"], parts["unused by the row"]
     assert list(stale.base) == [7, 16] and list(stale.x) == [1, 1]
     assert list(empty.base) == [8, 17] and list(empty.x) == [9, 0]
-    assert "5 new ones are kept, 1 are stale, and 2 stale ones" in sentence.value
+    assert "5 new entries are kept, 1 are stale. 2 stale entries" in sentence.value
     assert "29% padding" in sentence.value
 
 

@@ -20,7 +20,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 @pytest.fixture
 def run():
-    """Three requests: one is done, one is late, one's client left."""
     reasons = ["length", "eos", "budget"]
     return run_of([1.0, 3.0, 2.0], first=[0.5, 1.0, math.nan], arrived=[0.0, 0.5, 1.0], tokens=4, reasons=reasons)
 
@@ -65,9 +64,9 @@ def test_a_shorter_deadline_answers_fewer(asked):
         "problem": ["a", "a", "b", "b"], "row": [0, 1, 0, 1], "finish_seconds": [0.1, 0.3, 0.2, 0.4],
         "finished": True, "tokens": 10, "logprob_sum": [-1.0, -2.0, -1.0, -2.0], "passed": [True, False, False, True],
     })  # fmt: skip
-    rare = asked.at_rate(0.01)  # nobody waits
+    rare = asked.at_rate(0.01)  # no request waits
     found = demonstrations.within_deadlines(rare, {"way": finish}, [0.05, 0.15, 0.5]).set_index("deadline")
-    share = float((rare.requests.number % 2 == 0).mean())  # of problem a, whose first row is the surest, and right
+    share = float((rare.requests.number % 2 == 0).mean())  # share of problem a, with the surest first row
     assert found.answered.tolist() == pytest.approx([0, share, 1])
     assert found.pass_first.tolist() == pytest.approx([0, share, share])
 

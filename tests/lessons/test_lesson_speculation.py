@@ -74,14 +74,14 @@ def test_story_decides_as_the_engine(story):
     assert {"accepted", "rejected"} == set(read.verdict)
     assert ((read.u < read.accept) == (read.verdict == "accepted")).all()
     assert read.accept.to_numpy() == pytest.approx(np.minimum(1, read.p / read.q).to_numpy())
-    # a step has one rejection at most
+    # at most one rejection per step
     for _, lines in story.lines[story.lines.step > 0].groupby("step"):
         verdicts = "".join(verdict[0] if verdict != "recovered" else "R" for verdict in lines.verdict)
         assert re.fullmatch(r"a*(rn*R|b)|a+", verdicts)  # a text may end with an accepted draft
         assert lines["slot"].tolist() == list(range(1, len(lines) + 1))
 
 
-def test_story_writes_what_generate_writes(pair, story):
+def test_story_equals_generate(pair, story):
     prompt = prompt_set("library", 1)[0]
     out = bass.generate(pair, [prompt], draft_length=5, max_new_tokens=32, temperature=0.8)
     assert story.before(10**6)[len(story.prompt) :].tolist() == out.sequences[0].tolist()
@@ -118,7 +118,7 @@ def test_distribution_of_texts():
     assert l01_rules.regular(target, 2) == pytest.approx(wanted)
     assert l01_rules.text_law(target, draft, 1, l01_rules.exact) == pytest.approx(wanted)
     redrawn = l01_rules.text_law(target, draft, 1, l01_rules.redraw_from_p)
-    assert redrawn[0, 0] == pytest.approx(0.75)  # 0 drafted and kept half the time, then redrawn half the time
+    assert redrawn[0, 0] == pytest.approx(0.75)  # 0 is drafted and kept half the time, then redrawn half the time
 
 
 def test_tokens_table_counts_by_definition():
@@ -129,11 +129,11 @@ def test_tokens_table_counts_by_definition():
     assert table.loc["easy", "α"].tolist() == pytest.approx([1, 2 / 3])
     assert table.loc["easy", "acceptance rate"].tolist() == pytest.approx([1, 0.5])
     assert table.loc["easy", "measured"].tolist() == pytest.approx([2, 2])
-    assert table.loc["easy", "formula"].tolist() == pytest.approx([1.8, 1 + 0.8 + 0.64])  # 4 of 5 tries, all together
+    assert table.loc["easy", "formula"].tolist() == pytest.approx([1.8, 1 + 0.8 + 0.64])  # 4 of 5 tries, pooled
 
 
 def drawn_step(data):
-    """Slots by verdict in the bars of one panel, and where the marks of u stand."""
+    """Return the slots by verdict in the bars of one panel, and the positions of the marks of u."""
     bars = {bar.name.partition(":")[0]: list(bar.x) for bar in data if bar.type == "bar" and bar.x[0] is not None}
     (marks,) = [list(zip(mark.x, mark.y, strict=True)) for mark in data if mark.type == "scatter"]
     return bars, marks

@@ -41,7 +41,7 @@ def gpu(tmp_path_factory):
 
 
 def bars(figure, lane):
-    """name → list of (start, length) of the figure's bars in a lane."""
+    """Return name → list of (start, length) of the bars in a lane."""
     found = {}
     for trace in figure.data:
         for y, base, x in zip(trace.y, trace.base, trace.x, strict=True):
@@ -98,11 +98,11 @@ def test_browser_moves_with_its_sliders(speculative):
     after = bars(figure, "phase")["draft"]
     assert after != before and after == bars(l06_figures.timeline_figure(found, 2), "phase")["draft"]
     accepted = trace.steps.query("step == 2").accepted
-    assert "accepted drafts per row" in sentence.value
+    assert "accepted draft tokens per row" in sentence.value
     assert all(f"<td>{drafts}</td>" in sentence.value for drafts in accepted)
     count.value = 3
     assert len(bars(figure, "phase")["draft"]) == 3
-    step.value = len(found.steps) - 1  # nothing lies beyond the last step
+    step.value = len(found.steps) - 1  # the last step
     assert len(bars(figure, "phase")["draft"]) == 1
     step.value = 0
     assert "prefill" in bars(figure, "phase")

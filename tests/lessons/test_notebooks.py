@@ -46,7 +46,7 @@ def test_notebook_is_committed_clean(path):
 
 @every_notebook
 def test_default_parameters_check_every_claim(path):
-    """Cells assert a claim only if a condition on the parameters holds. The defaults must meet it."""
+    """Cells assert a claim only if the parameters meet a condition. The defaults must meet all conditions."""
     code, defaults = code_cells(path), {}
     exec(next(cell.source for cell in code if has_parameters(cell)), {}, defaults)
     for condition in _conditions(code):
@@ -55,7 +55,7 @@ def test_default_parameters_check_every_claim(path):
 
 
 def _conditions(code):
-    """Yield the comparisons that decide about claims, one per element of compared tuples."""
+    """Yield the conditions of claims, one per element of compared tuples."""
     nodes = [node for cell in code for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assign)]
     flags = [node for node in nodes if ast.unparse(node.targets[0]) in ("own", "usual", "enough", "timed")]
     for each in (part for flag in flags for part in ast.walk(flag.value) if isinstance(part, ast.Compare)):
@@ -79,7 +79,7 @@ def test_every_cell_runs(path, settings, tmp_path):
     notebook = lesson_runs.parameterized(path.stem, tmp_path, **settings.get(path.stem, {}))
     if settings is lesson_runs.SMALLEST and path.stem in lesson_runs.PREPARED:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(lesson_runs.PREPARED[path.stem]))
-    interpreted = path.stem.startswith("07")  # Triton's interpreter has to be chosen before the import
+    interpreted = path.stem.startswith("07")  # Triton's interpreter must be selected before the import
     assert notebook_kernels.run_cells(notebook, tmp_path, fresh=interpreted) > 5
 
 

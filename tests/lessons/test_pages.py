@@ -1,5 +1,3 @@
-"""Executed notebooks as HTML pages, and the pictures of a run: races, rasters and coloured text."""
-
 import copy
 import html
 import re

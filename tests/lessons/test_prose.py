@@ -1,4 +1,4 @@
-"""Numbers in the prose of lessons come from their cells or have a stated source. No result is written by hand."""
+"""Numbers in the text of lessons come from cells or have a stated source."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 MEASURED = re.compile(r"(?<![\w.])(?:\d[\d,]*\.\d+|\d[\d.,]*(?=\s*(?:%|×|times|percent|ms|µs|GB|MB|tokens/s)))")
-# What is neither a result nor in a cell's code, by lesson: where it comes from.
+# Sources of numbers without a cell, by lesson.
 ABSTRACT = "the paper's abstract, and 8 rows / 5.8 ms"
 SOURCED = {
     "04_draft_length": dict.fromkeys(("0.5", "0.1", "0.3"), "the modelled GPU's launches, in ms: `modelled_costs`"),
@@ -21,14 +21,14 @@ SOURCED = {
 
 
 def prose(source: str) -> str:
-    """Markdown without quotes (the paper's, and predictions), headings, code, links, styles and arXiv numbers."""
+    """Return Markdown without quotes, headings, code, links, styles and arXiv numbers."""
     source = re.sub(r"<style>.*?</style>|<div class=.alert.*?</div>|```.*?```", " ", source, flags=re.DOTALL)
     source = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv\s+[\d.]+", " ", source)
     return re.sub(r"^(?:>|#).*$", "", source, flags=re.MULTILINE)
 
 
 def unsourced(notebook: nbformat.NotebookNode, sourced: dict[str, str]) -> list[str]:
-    """The measured-looking numbers of the prose that no cell uses and that have no source."""
+    """Return numbers that look measured, are in no cell, and have no source."""
     code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     used = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)?", code)) | set(sourced)
     found = []

@@ -1,6 +1,6 @@
-"""Lessons show the records of a GPU next to the model, and say if there are none.
+"""Lessons show GPU records next to the model, and say if there are no records.
 
-The records are made up (`gpu_box`), collected like real ones and read as lessons read them.
+The records are invented (`gpu_box`), and collected and read like real records.
 """
 
 import html
@@ -108,7 +108,7 @@ def test_paper_is_compared_with_the_nearest_recorded_method(record):
 SHOWN = {  # what a lesson shows of its records
     "01_speculative_decoding": [f"{NAME}, 4 rows"],
     "04_draft_length": [f"mini: {NAME}", NAME],
-    "05_draft_models": ["a drafted token of 8 rows there: "],
+    "05_draft_models": ["a draft token of 8 rows there: "],
     "06_kernel_timelines": ["Kernels and gaps", "GPU 0, stream 7", NAME],
     "07_ragged_attention_kernels": ["fastest peer", "ragged µs"],
     "08_latency_and_utilization": ["batch 8: transformers, sdpa, static cache", "(synthetic)"],
@@ -119,7 +119,7 @@ SHOWN = {  # what a lesson shows of its records
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lesson", SHOWN)
-def test_lesson_shows_the_records_and_says_if_there_are_none(lesson, recorded, unrecorded, tmp_path, monkeypatch):
+def test_lesson_shows_the_records_or_their_absence(lesson, recorded, unrecorded, tmp_path, monkeypatch):
     quicker = lesson_runs.QUICKER.get(lesson, {})
     monkeypatch.setenv("BASS_RECORDS", str(recorded))
     shown = text_of(lesson_runs.execute(lesson, tmp_path, **quicker))

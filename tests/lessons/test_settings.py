@@ -1,5 +1,3 @@
-"""Settings of lessons: the dtype of the loaded pair, and the claims about identical text."""
-
 import pytest
 import torch
 from tiny import tiny_model
@@ -31,7 +29,7 @@ def test_other_models_keep_the_dtype_of_their_checkpoint(monkeypatch, target, dt
 def test_float32_rows_must_be_identical_and_others_are_counted():
     pair = tiny_pair("float32")
     assert settings.identity(3, 3, pair, "that") == "3 of 3 rows are identical to that"
-    with pytest.raises(AssertionError, match="2 of 3 rows are identical to that; in float32 all have to be"):
+    with pytest.raises(AssertionError, match="2 of 3 rows are identical to that; in float32 all rows must be"):
         settings.identity(2, 3, pair, "that")
     told = settings.identity(2, 3, tiny_pair("bfloat16"), "that")
-    assert told.startswith("2 of 3 rows are identical to that (in bfloat16 rounding may tip close calls")
+    assert told.startswith("2 of 3 rows are identical to that (in bfloat16, rounding can change close calls")

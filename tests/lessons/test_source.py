@@ -1,5 +1,3 @@
-"""Lessons show the current source with file and lines. A mark that matches no line is refused."""
-
 import functools
 import html
 import inspect
@@ -65,7 +63,7 @@ def test_marks_are_texts_or_expressions():
     expression = lab.show_source(l02_naive_batches.PaddedModel, re.compile(r"self\.bug == \"(mask|pads)\""))
     both = lab.show_source(l02_naive_batches.PaddedModel, ['self.bug == "mask"', re.compile("self.bug == .pads")])
     assert len(text.marked) == 1 < len(expression.marked) == 2 and both.marked == expression.marked
-    assert lab.show_source(decorated, "x + 1").marked  # no expression: + is +
+    assert lab.show_source(decorated, "x + 1").marked  # not a regular expression: + means +
 
 
 def test_only_lines_around_a_mark_are_shown():
@@ -74,7 +72,7 @@ def test_only_lines_around_a_mark_are_shown():
     assert part.shown == list(range(number - 2, number + 3))
     _, gap, *code, end = repr(part).splitlines()
     assert gap.strip() == end.strip() == "⋮" and len(code) == 5 and code[2].startswith("▶")
-    assert plain(part).count("⋮") == 2 and len(plain(part).splitlines()) == 7  # the place stands before the first gap
+    assert plain(part).count("⋮") == 2 and len(plain(part).splitlines()) == 7  # it stands before the first gap
 
 
 def test_mark_without_a_line_is_refused():

@@ -1,4 +1,4 @@
-"""Pages for lecturers name existing notebooks and cells, in order, and routes of the promised minutes."""
+"""Pages for lecturers name existing notebooks and cells in order, and routes of the promised minutes."""
 
 import json
 import re
@@ -7,10 +7,10 @@ import pytest
 from documents import ROOT
 from lesson_runs import NOTEBOOKS
 
-# What a class on the paper has to see: hook, rule, raggedness, lengths, attention, results, and where we disagree.
+# Topics of a class on the paper: hook, rule, raggedness, lengths, attention, results, disagreements.
 NEEDED = [{"00"}, {"01"}, {"02"}, {"04"}, {"07"}, {"08", "09"}, {"14"}]
 COLUMNS = "| minutes | notebook | cells | under the heading | say | ask | wrong answers to expect |"
-# A row of a route: the cells from the first to the last of a notebook, what to say, what to ask, and wrong answers.
+# A row of a route: first and last cell of a notebook, what to say, what to ask, and wrong answers.
 ROW = re.compile(
     r"\| (\d+) \| \[(\w+)\]\(\.\./\.\./notebooks/\2\.ipynb\) \| (\S+) – (\S+) \| ([^|]+) \| "
     r"[^|]+ \| [^|]*\?[^|]* \| [^|]+ \|"

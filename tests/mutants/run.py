@@ -1,13 +1,13 @@
 """Apply each mutant to a copy of the repository and find a test that fails: `make mutants ARGS="--only engine"`.
 
-To add a mutant, write it into the list of its package: under the file, a name for the bug, then the right text
-behind "- " and the wrong text behind "+ " (nothing where lines are deleted). The right text, a part of a line or some
-lines, must occur exactly once in the file. A mutant changes behaviour, does not break an import and is not equivalent
-to the right code. Then run `make mutants ARGS="--only NAME"`, which records the catching test in caught.json, and
-commit both files. null in caught.json stands for a mutant that no test is known to catch.
+To add a mutant, edit the list of its package. Under the file, write a name for the bug, the right text after "- ", and
+the wrong text after "+ " (nothing to delete lines). The right text must occur exactly once in the file. A mutant must
+change behaviour, must not break an import, and must not be equivalent to the right code. Then run `make mutants
+ARGS="--only NAME"`, which records the catching test in caught.json. Commit both files. null in caught.json: no known
+test catches the mutant.
 
-Tests that caught a mutant before run first, then the test files nearest to the mutated module by imports, then all
-others. Heavy packages are imported once; each pytest run is a fork of this process.
+Tests that caught a mutant before run first. The test files nearest to the mutated module by imports follow, then all
+other test files. Heavy packages are imported once, because each pytest run is a fork of this process.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from import_graph import ImportGraph  # noqa: E402
 CAUGHT = HERE / "caught.json"
 LISTS = [HERE / f"{part}.txt" for part in ("core", "lab", "kernels")]
 SELF = "tests/mutants"
-HANGS = 300  # seconds in which no test ends: the mutant hangs, and is caught
-WHOLE = 3600  # seconds after which a pytest run is given up, and nothing is known
-TOGETHER = 4  # test files in one pytest run
-NEAR = 2  # imports between a mutated module and a test file that --quick still runs
-FEWEST = 6  # test files that --quick runs at least
+HANGS = 300  # seconds without the end of a test: the mutant hangs, and counts as caught
+WHOLE = 3600  # time limit of a pytest run in seconds
+TOGETHER = 4  # test files per pytest run
+NEAR = 2  # with --quick: largest import distance between a mutated module and a test file
+FEWEST = 6  # with --quick: least number of test files
 INTERPRETED = "interpreted and not slow and not ci"
-ELSEWHERE = ("test_quantized",)  # `make test` leaves them out
+ELSEWHERE = ("test_quantized",)  # not in `make test`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Mutant:
 
 
 def load_mutants() -> list[Mutant]:
-    """Return all mutants of the lists. Raises SystemExit if two have one name."""
+    """Return all mutants of the lists. Raises SystemExit if two mutants have the same name."""
     found: list[Mutant] = []
     for path in LISTS:
         file, bug, right, wrong = "", "", [], []
@@ -75,12 +75,11 @@ def load_mutants() -> list[Mutant]:
             file, bug, right, wrong = line[4:] if line.startswith("=== ") else file, line, [], []
     names = [mutant.name for mutant in found]
     if doubled := {name for name in names if names.count(name) > 1}:
-        sys.exit(f"these names occur twice: {', '.join(sorted(doubled))}")
+        sys.exit(f"duplicate mutant names: {', '.join(sorted(doubled))}")
     return found
 
 
 def check_mutants(mutants: Iterable[Mutant], tree: Path) -> None:
-    """Raises SystemExit if the right text of a mutant does not occur exactly once."""
     wrong = []
     for mutant in mutants:
         count = (tree / mutant.file).read_text("utf-8").count(mutant.right) if (tree / mutant.file).exists() else 0
@@ -103,7 +102,7 @@ def mutated(mutant: Mutant, tree: Path) -> str:
 
 @dataclass
 class Run:
-    """A pytest run that a hunt asks for. interpreted: kernels in Triton's interpreter, in a process of its own."""
+    """A pytest run. interpreted: run kernels in Triton's interpreter, in a separate process."""
 
     tests: list[str]
     limit: float
@@ -112,7 +111,7 @@ class Run:
 
 
 class FailedTests:
-    """A pytest plugin that writes the ids of failed tests to a file, and that of the test that runs to another."""
+    """A pytest plugin that writes the ids of failed tests to a file, and the id of the running test to another file."""
 
     def __init__(self, path: Path):
         self.path, self.running = path, path.with_name("running")
@@ -133,7 +132,7 @@ class FailedTests:
 
 
 def pytest_in(tree: Path, run: Run, failed: Path) -> int:
-    """Run tests in a tree; nothing of the project may have been imported before."""
+    """Run tests in a tree. No module of the project may have been imported before."""
     os.chdir(tree)
     sys.dont_write_bytecode = True
     own = [str(tree), str(tree / "kernels")]
@@ -149,7 +148,7 @@ def pytest_in(tree: Path, run: Run, failed: Path) -> int:
 
 
 class Job:
-    """One copy of the repository, and the pytest run that is under way in it."""
+    """A copy of the repository and its current pytest run."""
 
     def __init__(self, tree: Path, folder: Path):
         self.folder, self.tree = folder, tree
@@ -171,7 +170,7 @@ class Job:
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if self.run.interpreted:  # Triton reads the variable when it is imported
+            if self.run.interpreted:  # Triton reads the variable at import
                 os.environ["TRITON_INTERPRET"] = "1"
                 job = json.dumps([str(self.tree), self.run.tests, self.run.all_failures, str(self.failed)])
                 os.execv(sys.executable, [sys.executable, str(HERE / "run.py"), "--interpreted", job])
@@ -182,7 +181,7 @@ class Job:
             os._exit(code)
 
     def outcome(self) -> list[str] | None:
-        """Return the tests that failed, or None while the run is under way."""
+        """Return the failed tests, or None during the run."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         hangs = time.time() - self.running.stat().st_mtime > HANGS
         if pid == 0 and not hangs and time.monotonic() < self.ends:
@@ -203,7 +202,7 @@ def is_interpreted(tree: Path, test: str) -> bool:
 
 
 def runs_of(tree: Path, tests: list[str], limit: float) -> Generator[Run, list[str], list[str]]:
-    """Run tests, at first those of them that the interpreter runs; return those that failed."""
+    """Run tests, interpreted tests first. Return the failed tests."""
     for test in [test for test in tests if is_interpreted(tree, test)]:
         if failed := (yield Run([test], limit, interpreted=True)):
             return failed
@@ -216,14 +215,14 @@ def runs_of(tree: Path, tests: list[str], limit: float) -> Generator[Run, list[s
 
 
 class Hunt:
-    """The order in which tests meet the mutants. within: test files to which the run is restricted."""
+    """The order of test files for each mutant. within: use only these test files."""
 
     def __init__(self, tree: Path, known: dict[str, str | None], within: list[str] | None, quick: bool, seconds: float):
         self.tree, self.known, self.within, self.quick, self.seconds = tree, known, within, quick, seconds
         self.imports = ImportGraph(tree, leave_out=ELSEWHERE)
 
     def of(self, mutant: Mutant) -> Generator[Run, list[str], str | None]:
-        """Yield pytest runs until one fails; return the test that failed."""
+        """Yield pytest runs until one fails. Return the failed test."""
         last, ends = plain(self.known.get(mutant.name)), time.monotonic() + self.seconds
         if last and self._is_there(last) and (failed := (yield from runs_of(self.tree, [last], WHOLE))):
             return failed[0]
@@ -266,12 +265,12 @@ def same_file(name: str, mutant: Mutant) -> bool:
 
 
 def plain(test: str | None) -> str | None:
-    """Return a test's id without the kind of its failure."""
+    """Return a test's id without the kind of failure."""
     return None if test is None else re.sub(r"^(time limit|exit -?\d+): ", "", test)
 
 
 def hunt_all(mutants: list[Mutant], hunt: Hunt, jobs: list[Job]) -> Generator[tuple[Mutant, str | None, float]]:
-    """Run the hunts in the copies, one mutant at a time in each; yield mutant, catching test and seconds."""
+    """Run the hunts in the copies, one mutant at a time per copy. Yield mutant, catching test and seconds."""
     waiting, free, active = list(mutants), list(jobs), []
     while waiting or active:
         while waiting and free:
@@ -296,7 +295,6 @@ def hunt_all(mutants: list[Mutant], hunt: Hunt, jobs: list[Job]) -> Generator[tu
 
 
 def unsound(tests: Iterable[str], job: Job) -> list[str]:
-    """Return those of the tests that fail without a mutant, too."""
     tests = sorted({test for test in map(plain, tests) if test})
     found = []
     for interpreted in (False, True):
@@ -313,7 +311,7 @@ def unsound(tests: Iterable[str], job: Job) -> list[str]:
 
 
 def copy_tree(source: Path, tests: Path, tree: Path) -> None:
-    """Copy what git knows or does not ignore; compiled code counts by its source's hash, not by its date."""
+    """Copy all files except those that git ignores. Compiled code is valid by its source's hash, not by its date."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, listed):
@@ -329,7 +327,7 @@ def copy_tree(source: Path, tests: Path, tree: Path) -> None:
 
 
 def preload(tree: Path) -> None:
-    """Import the packages of others that the project imports, once for all forks."""
+    """Import third-party packages once for all forks."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     code = "import sys, bass_core, bass_core.gpu.overlap; print(*sys.modules)"
@@ -350,15 +348,15 @@ def preload(tree: Path) -> None:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Find a failing test for each mutant.")
-    parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name contains TEXT")
-    parser.add_argument("--list", action="store_true", help="list the mutants and their tests, run nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
-    parser.add_argument("--tests", nargs="+", help="test files or folders to run, no others")
-    parser.add_argument("--tests-from", type=Path, help="another folder of tests in place of the repository's")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to take code and tests from")
-    parser.add_argument("--quick", action="store_true", help="for survivors, leave out tests far from the module")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="give a mutant up after so many")
-    parser.add_argument("--missing", action="store_true", help="mutants that no test is recorded for")
+    parser.add_argument("--only", metavar="TEXT", action="append", help="only mutants with TEXT in the name")
+    parser.add_argument("--list", action="store_true", help="only list the mutants and their tests")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent mutants, each in a separate copy")
+    parser.add_argument("--tests", nargs="+", help="run only these test files or folders")
+    parser.add_argument("--tests-from", type=Path, help="use another folder of tests")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="use code and tests of another checkout")
+    parser.add_argument("--quick", action="store_true", help="skip tests far from the mutated module")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit per mutant")
+    parser.add_argument("--missing", action="store_true", help="only mutants without a recorded test")
     parser.add_argument("--compare", metavar="OLD", help="a caught.json or a git revision: show before and after")
     return parser.parse_args()
 
@@ -370,7 +368,6 @@ def chosen(mutants: list[Mutant], arguments: argparse.Namespace, known: dict[str
 
 
 def recorded(source: str | Path) -> dict[str, str | None]:
-    """Return what a file, or a git revision's caught.json, says of each mutant."""
     if Path(source).is_file():
         return json.loads(Path(source).read_text("utf-8"))
     shown = ["git", "show", f"{source}:{SELF}/{CAUGHT.name}"]
@@ -378,7 +375,7 @@ def recorded(source: str | Path) -> dict[str, str | None]:
 
 
 def compared(before: dict[str, str | None], after: dict[str, str | None]) -> bool:
-    """Print the tests before and after; return False if a mutant that was caught survives."""
+    """Print the tests before and after. Return False if a mutant caught before survives."""
     lost = [name for name in after if before.get(name) and not after[name]]
     for name in after:
         mark = "LOST  " if name in lost else "      "
@@ -388,7 +385,7 @@ def compared(before: dict[str, str | None], after: dict[str, str | None]) -> boo
 
 
 def save(found: dict[str, str | None], known: dict[str, str | None], mutants: list[Mutant], whole: bool) -> None:
-    """Write caught.json; only a whole run records that a mutant survives."""
+    """Write caught.json. Only a whole run records surviving mutants."""
     kept = {mutant.name: known.get(mutant.name) for mutant in mutants}
     kept |= {name: test for name, test in found.items() if test or whole}
     CAUGHT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -1,5 +1,3 @@
-"""The measured cost model: interpolation, parts of a step, predictions, files, and the costs of a pair."""
-
 import dataclasses
 import json
 import os
@@ -24,7 +22,6 @@ SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "
 
 
 def passes(scale=1.0, **axes) -> Table:
-    """scale · batch · (query length + 2) · (KV length + 1): linear in each of them."""
     return Table.of(GRID | axes, lambda b, q, n: scale * b * (q + 2) * (n + 1))
 
 
@@ -95,7 +92,7 @@ def test_step_is_the_sum_of_its_parts():
 
 def test_draft_phases():
     assert made_up().draft(2, np.array([0, 1, 2, 8]), 20) == pytest.approx(0.1 * 2 * 21 * np.array([0, 4, 7, 25]))
-    cost = made_up(draft_phases=None)  # drafts without a model cost no pass
+    cost = made_up(draft_phases=None)  # drafts without a model need no pass
     assert cost.draft(2, np.arange(3), 20).tolist() == [0, 0, 0]
     assert cost.step(2, 4, 20) == pytest.approx(cost.target(2, 5, 20) + cost.overhead(2, 4))
 
@@ -131,14 +128,14 @@ def test_best_fixed_length():
     overheads = Table.of({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0)
     free = made_up(target_passes=Table.of(GRID, lambda *_: 1.0), draft_phases=None, overheads=overheads)
     length, gain = best_fixed_length(free, 1, 0.5, most=4)
-    assert length == 4 and gain == pytest.approx(1.9375)  # 1 + 1/2 + 1/4 + 1/8 + 1/16
+    assert length == 4 and gain == pytest.approx(1.9375)
     assert best_fixed_length(made_up(), 1, 0.1) == (0, 1.0)  # drafts take longer than regular steps
 
 
 def test_modelled_costs():
     roofs = Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100)
     cost = modelled_costs(*roofs)
-    first, later = roofs[1].seconds(8, 2, 512), roofs[1].seconds(8, 1, 514)  # two tokens are fed, then one at a time
+    first, later = roofs[1].seconds(8, 2, 512), roofs[1].seconds(8, 1, 514)  # two tokens are fed, then one per pass
     assert cost.draft(8, 4, 512) == pytest.approx(first + 3 * later)
     assert cost.is_synthetic and cost.step(8, 0, 512) == pytest.approx(5.30e-3, rel=0.005)
     gain = best_fixed_length(cost, 8, 0.8, 512)[1]
@@ -224,7 +221,7 @@ def test_shipped_costs_of_another_device_of_the_kind(pair, measured, caches):
 
 @pytest.mark.parametrize("draft", ["draft", "feature_head"])
 def test_costs_of_the_embedded_drafts_ship(draft, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a folder without measured costs
     own = bass.load_pair(draft=draft, device="cpu")
     cost = costs_like(own)
     assert cost.models["draft"]["fingerprint"] == fingerprints(own)["draft"]
@@ -243,9 +240,9 @@ def test_latest_measured_costs_precede_shipped_ones(pair, measured, caches):
 def test_costs_of_another_pair_are_refused(pair, measured, caches):
     caches.mkdir(parents=True)
     made_up().save(caches / measured.file_name)
-    with pytest.raises(ValueError, match="of the device 'abacus', not of"):
+    with pytest.raises(ValueError, match="belong to the device 'abacus', not to"):
         costs_for(pair)
-    with pytest.raises(ValueError, match="of the draft"):
+    with pytest.raises(ValueError, match="belong to the draft"):
         cost_check.check(measured, bass.ModelPair(tiny_model()))
 
 
@@ -255,11 +252,11 @@ def test_damaged_costs_give_a_warning_and_the_shipped_costs(pair, measured, cach
     whole = path.read_text()
     path.unlink()
     path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2])
-    with pytest.warns(UserWarning, match=f"decoding without costs that were measured: .*{path.name}") as said:
+    with pytest.warns(UserWarning, match=f"decoding without measured costs: .*{path.name}") as said:
         assert costs_for(pair) is None
     assert len(said) == 1 and "\n" not in str(said[0].message)
-    with pytest.warns(UserWarning, match="decoding without costs"):
+    with pytest.warns(UserWarning, match="decoding without measured costs"):
         bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=())
     saved(measured, measured_costs.SHIPPED, measured={"shipped": True})
-    with pytest.warns(UserWarning, match="decoding without costs"):
+    with pytest.warns(UserWarning, match="decoding without measured costs"):
         assert costs_for(pair).measured == {"shipped": True}

@@ -1,5 +1,3 @@
-"""Draft-length policies against cases worked by hand."""
-
 import contextlib
 
 import numpy as np
@@ -19,7 +17,7 @@ def rows(remaining=(99, 99), steps=None):
 
 
 def lengths_after(policy, accepted_per_step):
-    """The planned lengths before and after steps in which the rows accepted these numbers."""
+    """Return the planned lengths before and after steps with the given accepted lengths."""
     policy.start(rows())
     planned = [policy.plan(rows())]
     for accepted in accepted_per_step:
@@ -32,11 +30,11 @@ def lengths_after(policy, accepted_per_step):
 @pytest.mark.parametrize(
     ("accepted", "planned"),
     [
-        ([(7, 0), (9, 9), (2, 11)], [7, 9, 11, 13]),  # one row took all: + 2
-        ([(6, 5)], [7, 6]),  # a miss: 7 - ceil(7 / 10) - 0 = 6, not below 6
-        ([(0, 0), (0, 0), (0, 0), (0, 0), (0, 0)], [7, 6, 4, 2, 1, 1]),  # one more from the second miss; never below 1
-        ([(0, 0), (5, 0)], [7, 6, 5]),  # never below what a row accepted
-        ([(0, 0), (6, 0), (0, 0)], [7, 6, 8, 7]),  # growth forgets the miss: 8 - 1 - 0
+        ([(7, 0), (9, 9), (2, 11)], [7, 9, 11, 13]),  # a row accepted all: + 2
+        ([(6, 5)], [7, 6]),  # a rejection: 7 - ceil(7 / 10) - 0 = 6, not below 6
+        ([(0, 0), (0, 0), (0, 0), (0, 0), (0, 0)], [7, 6, 4, 2, 1, 1]),  # more from the second rejection; at least 1
+        ([(0, 0), (5, 0)], [7, 6, 5]),  # never below an accepted length
+        ([(0, 0), (6, 0), (0, 0)], [7, 6, 8, 7]),  # growth resets the rejections: 8 - 1 - 0
         ([(k, 0) for k in range(7, 32, 2)] + [(31, 0)], [*range(7, 32, 2), 32, 31]),  # at most 32; then max(31, 28)
     ],
 )
@@ -47,7 +45,7 @@ def test_algorithm_1(accepted, planned):
 def test_algorithm_1_compares_with_submitted_drafts():
     policy = bass.BassHeuristic()
     policy.start(rows())
-    policy.update(torch.tensor([3, 2]), torch.tensor([3, 0]))  # near their ends rows submit fewer than 7
+    policy.update(torch.tensor([3, 2]), torch.tensor([3, 0]))  # rows near the end submit fewer than 7
     assert policy.plan(rows()) == 9
 
 
@@ -132,7 +130,7 @@ def test_policy_never_sees_an_unsubmitted_token():
 
 
 class Policy(bass.DraftLengthPolicy):
-    """overwrites: the policy writes into all that it receives."""
+    """overwrites: write into all received arrays and tensors."""
 
     def __init__(self, overwrites: bool):
         self.overwrites = overwrites
@@ -177,7 +175,7 @@ class OverwritingDrafter(bass.NgramDrafter):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_overwriting_what_it_receives_changes_no_text_and_no_record(temperature):
+def test_overwritten_policy_inputs_change_nothing(temperature):
     target = tiny_model(dtype="float64")
     pairs = [bass.ModelPair(target, draft) for draft in (tiny_model(dtype="float64", noise=0.1), bass.NgramDrafter())]
     meddling = [pairs[0], bass.ModelPair(target, OverwritingDrafter())]

@@ -1,5 +1,3 @@
-"""Goodput: acceptance of rows and lengths in cases worked by hand, and against fixed lengths in the simulator."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +23,7 @@ def rows(remaining=(99, 99), steps=0, first=0):
 
 
 def taught(policy, accepted, of, steps=50):
-    """The policy after steps in which the rows accepted these numbers of `of` drafts."""
+    """Return the policy after steps with the given accepted lengths, of `of` drafts each."""
     policy.start(rows([999] * len(accepted)))
     for _ in range(steps):
         policy.plan(rows([999] * len(accepted)))
@@ -35,7 +33,8 @@ def taught(policy, accepted, of, steps=50):
 
 
 def decided(policy, rooms, accept, steps, first=0):
-    """The planned lengths [steps, B] if all drafts are accepted (1) or refused (0). first: number of the first row."""
+    """Return the planned lengths [steps, B] if all drafts are accepted (1) or rejected (0). first: number of the first
+    row."""
     planned = []
     for step in range(steps):
         view = rows(rooms, steps=step, first=first)
@@ -52,7 +51,7 @@ def started(batch=2, **options):
 
 
 def after(steps, ids=(0, 1, 2)):
-    """α of rows after steps of (kept, lost) each."""
+    """Return α of rows after steps of (accepted, rejected) each."""
     alphas = goodput.RowAlphas()
     alphas.follow(np.array(ids))
     for kept, lost in steps:
@@ -60,12 +59,12 @@ def after(steps, ids=(0, 1, 2)):
     return alphas
 
 
-def test_alpha_is_the_share_of_drafts_that_were_accepted():
+def test_alpha_is_the_share_of_accepted_drafts():
     assert after([([4, 4, 4], [1, 1, 1])] * 400)() == pytest.approx([0.8] * 3, abs=0.01)
     assert after([])() == pytest.approx([goodput.PRIOR[0] / sum(goodput.PRIOR)] * 3)
 
 
-def test_extreme_rows_hardly_change_rows_that_have_drafted():
+def test_extreme_rows_hardly_change_other_rows():
     repeats, *essays = after([([16, 0, 0], [0, 1, 1])] * 60)()
     assert repeats > 0.97 and max(essays) < 0.4
 
@@ -82,7 +81,7 @@ def test_rows_begin_with_the_alpha_of_earlier_rows():
     shown = alphas.counts[0].sum() / alphas.counts.sum()
     alphas.follow(np.array([3]))
     assert alphas().item() == pytest.approx(shown, abs=0.05) and alphas.former.sum() == pytest.approx(goodput.FORMER)
-    alphas.follow(np.array([4]))  # the last row ended at once
+    alphas.follow(np.array([4]))  # the last row ended in the first step
     assert alphas().item() == pytest.approx(shown, abs=0.05)
 
 
@@ -108,7 +107,7 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     policy.k = 1
     found = policy.goodputs(rows([7, 1]))
     longer, ending = expected_tokens(policy.alphas(), 2, goodput.SPREAD)[0], np.ones(3)  # two more drafts, and none
-    weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
+    weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the number of remaining steps
     tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
 
@@ -149,7 +148,7 @@ def test_probes_get_rarer(probe, zeros):
 
 
 @pytest.mark.parametrize("shrunk", [26, 29, 31, 32])
-def test_batch_that_shrinks_puts_no_probe_off(shrunk):
+def test_shrinking_batch_delays_no_probe(shrunk):
     first = int((~decided(started(), [9999] * 2, accept=0, steps=10).any(1)).argmax())
     policy = started()
     decided(policy, [9999] * 2, accept=0, steps=first + shrunk)
@@ -186,7 +185,7 @@ def test_goodput_begins_with_the_acceptance_of_the_calibration():
         policy = bass.Goodput(replace(known, measured={"acceptance": seen}))
         policy.start(views)
         first[seen] = policy.plan(views), policy.alphas.former.tolist()
-    assert first[(0, 50)] == (0, [0, goodput.FORMER])  # nothing is tried, until a probe is due
+    assert first[(0, 50)] == (0, [0, goodput.FORMER])  # nothing is tried before a probe is due
     assert first[(50, 0)] == first[(5000, 0)] and first[(50, 0)][1] == [goodput.FORMER, 0]
     assert first[(50, 0)][0] > first[None][0] > 0
     assert first[(2, 0)][1] == [2, 0]
@@ -196,11 +195,11 @@ def test_session_tries_a_useless_draft_once_per_decode():
     policy = bass.Goodput(Line(0.2, 0.1))
     policy.start(rows([99]))
     assert decided(policy, [99], accept=0, steps=30).any(1).sum() >= 2
-    for number in (1, 2):  # rows come one after the other
+    for number in (1, 2):  # rows arrive sequentially
         policy.start(rows([99], first=number))
         assert decided(policy, [99], accept=0, steps=30, first=number)[:, 0].tolist() == [1] + 29 * [0]
     policy.start(rows([99], first=3))
-    assert decided(policy, [99], accept=1, steps=4, first=3)[-1, 0] > 1  # accepted drafts begin drafting again
+    assert decided(policy, [99], accept=1, steps=4, first=3)[-1, 0] > 1  # accepted drafts restart drafting
 
 
 def test_new_decode_starts_afresh_and_joining_rows_do_not():
@@ -213,7 +212,6 @@ def test_new_decode_starts_afresh_and_joining_rows_do_not():
 
 
 def joined(policy, requests, new=40):
-    """The planned lengths while `requests` rows of `new` tokens, all drafts refused, come and go at two slots."""
     planned, left, ids = [], np.array([new, new // 2]), np.array([0, 1])
     policy.start(RowsView(ids, ids * 0, ids + 10, ids * 0, left))
     while ids.max() < requests:
@@ -240,7 +238,7 @@ def test_rows_that_take_the_slots_of_others_are_new():
     assert policy.alphas.ids.tolist() == ids.tolist()
 
 
-def test_probes_go_on_while_short_rows_come_and_go():
+def test_probes_continue_with_short_rows():
     planned = joined(bass.Goodput(DEAR), requests=60)
     probes = np.flatnonzero(planned == 1)
     assert len(planned) > 1000 and 4 < len(probes) < 20 and probes[-1] > 500
@@ -262,7 +260,6 @@ def test_policies_of_the_exactness_tests_change_their_lengths(policy):
 
 @pytest.mark.parametrize("policy", library_policies(limit=8))
 def test_same_history_gives_the_same_lengths(policy):
-    """No policy reads a clock or draws random numbers."""
     trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=4, regimes=(0.2, 5))
     drawn = Replay.draw(trace, 4, None, 0, 0)
     runs = [[step.drafted.tolist() for step in decode(drawn, library_policies(8)[policy]())] for _ in range(2)]

@@ -1,5 +1,3 @@
-"""Packed passes: the target sees the submitted tokens alone."""
-
 from contextlib import contextmanager
 
 import pytest
@@ -30,7 +28,7 @@ def test_packed_pass_equals_the_rectangular_one(architecture, path):
             starts = torch.tensor(lengths)
             following = ids.gather(1, starts[:, None] + torch.arange(4))
             runner.feed(following, starts, submitted, starts_host=lengths, packed=packed)
-            # once more, over the keys of the first pass
+            # again, over the keys of the first pass
             starts = starts + torch.tensor(submitted)
             found = runner.feed(following, starts, [1, 2, 0, 4], starts_host=starts.tolist(), packed=packed)
             logits.append([found[row, :n] for row, n in enumerate([1, 2, 0, 4])])
@@ -60,13 +58,13 @@ def test_model_sees_submitted_tokens_only():
     assert any(shape[0] == 1 and shape[1] > 1 for shape in shapes)
 
 
-def test_passes_are_packed_if_that_saves_enough():
+def test_passes_are_packed_for_a_large_saving():
     assert packs([1, 1, 1, 6], 6) and not packs([1, 6, 6, 6], 6) and not packs([6, 6], 6)
-    assert not packs([0, 0], 1)  # a pass of nothing
+    assert not packs([0, 0], 1)  # an empty pass
 
 
-def test_tokens_that_round_a_packed_pass_up_change_nothing():
-    """They belong to no row. Their keys go to the scratch slot."""
+def test_padding_of_a_packed_pass_changes_nothing():
+    """The padding tokens belong to no row, and the padding keys go to the scratch slot."""
     model, lengths, ids = tiny_model(dtype="float64"), [4, 6], torch.arange(20).view(2, 10) % 9 + 1
     found = []
     for bucket in (1, 8):

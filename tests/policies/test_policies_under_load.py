@@ -1,5 +1,3 @@
-"""The default policy while rows come and go is near the best fixed length and no slower than regular decoding."""
-
 import numpy as np
 import pytest
 
@@ -11,14 +9,14 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 CPU = measured_cpu()
 H100 = modelled_h100()
 PLACES = {"cpu": (CPU, 16), "h100": (H100, 64)}
-SHARES = (0.06, 1.2)  # of the requests that full places serve without drafts
+SHARES = (0.06, 1.2)  # shares of the request rate that full batch slots serve without drafts
 TOKENS = range(16, 129)
 ASKED = Workload.draw(Poisson(1.0), 150, max_new_tokens=TOKENS, seed=1)
 
 
 def under_load(trace, where, policies):
     cost, places = PLACES[where]
-    served = places / cost.step(places, 0, 160) / np.mean(TOKENS)  # a second
+    served = places / cost.step(places, 0, 160) / np.mean(TOKENS)  # per second
     ways = {"none": 0, "default": bass.Goodput(cost)} | policies
 
     def run(rate, policy):
@@ -48,11 +46,11 @@ def test_bad_drafts_are_no_loss(where, alpha):
     found = under_load(trace, where, {"k=5": 5})
     assert (found.over_none.default >= 0.98).all()
     assert (found.tokens_per_s.default >= 0.98 * found.tokens_per_s.none).all()
-    assert alpha > 0.1 or (found.over_none["k=5"] < 0.9).all()  # it could have lost
+    assert alpha > 0.1 or (found.over_none["k=5"] < 0.9).all()  # drafts could have slowed decoding down
 
 
 def test_rows_count_alike_once_others_have_joined():
-    """In a batch, rows that end last count most. In a session no row's end is the end of all."""
+    """In a batch, rows that end last count most. In a session, no row's end ends the run."""
 
     def weights(steps):
         remaining, each = np.array([100, 10]), np.arange(2)

@@ -1,6 +1,6 @@
-"""Programs that try to leave the sandbox, to harm the host or to pass without a right answer, and their target.
+"""Programs that try to leave the sandbox, harm the host or pass without a right answer, and the attacked host.
 
-A function `attack` takes the arguments of `add`. FACTS describes the host. A result that begins with "breach" names
+A function `attack` takes the arguments of `add`. FACTS describes the host. A result that begins with "breach" names the
 forbidden actions that succeeded.
 """
 
@@ -129,7 +129,7 @@ def attack(a, b):
     ctypes.memmove(address, code, len(code))
     return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
 """
-ON_THE_HOST = {  # Landlock refuses these, alone or with seccomp
+ON_THE_HOST = {  # Landlock refuses these attacks, alone or with seccomp
     "disk bomb": """
 def attack(a, b):
     import os
@@ -369,7 +369,7 @@ def attack(a, b):
 }
 ATTACKS = ON_RESOURCES | ON_THE_HOST | ON_THE_GRADE
 ENDLESS = ("ignored signals", "SIGSTOP", "huge output", "forged replies to later calls", "half a line", "closed pipes")
-# These attacks work without a sandbox, at no cost to the host.
+# These attacks work without a sandbox and do not harm the host.
 HARMLESS = (
     "fork bomb",
     "write and delete",
@@ -386,7 +386,7 @@ HARMLESS = (
 
 
 class Host:
-    """Files and sockets that every user can reach without a sandbox."""
+    """Files and sockets for every user without a sandbox."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="bass-host-"))
@@ -432,7 +432,7 @@ class Host:
 
     def close(self) -> None:
         os.close(self.inherited)
-        os.environ.pop("BASS_SECRET", None)  # of another host, too
+        os.environ.pop("BASS_SECRET", None)  # from another host
         for each in (self.tcp, self.udp, self.unix):
             each.close()
         shutil.rmtree(self.folder)
@@ -443,7 +443,6 @@ def program(name: str, host: Host) -> str:
 
 
 def run(name: str, host: Host, seconds: float) -> list[str]:
-    """Return the faults that an attack revealed, an empty list if the sandbox held."""
     before = set(running_children())
     began = time.monotonic()
     found = grade(ADD, program(name, host).removeprefix(ADD.prompt), seconds=seconds)
@@ -459,14 +458,12 @@ def run(name: str, host: Host, seconds: float) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """Make orphans of dead children visible to `running_children`."""
     confinement.syscall(157 if platform.machine() == "x86_64" else 167, 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def running_children(process: int | str = "self") -> list[int]:
-    """Return the descendants of a process, without zombies."""
     found, gone = [], (FileNotFoundError, ProcessLookupError)
-    with contextlib.suppress(*gone):  # the process has ended meanwhile; below, one of its threads or children
+    with contextlib.suppress(*gone):  # the process has ended; below: a thread or child
         for task in Path(f"/proc/{process}/task").iterdir():
             children = ""
             with contextlib.suppress(*gone):
@@ -478,16 +475,14 @@ def running_children(process: int | str = "self") -> list[int]:
     return found
 
 
-# Added to confinement.py: confine as a kernel with an older version of Landlock does.
+# Added to confinement.py: confine as on a kernel with an older Landlock.
 LANDLOCK = "\n\ndef landlock_version() -> int:\n    return {}\n"
 
 
 @contextlib.contextmanager
 def standalone(added: str = "") -> Iterator[Path]:
-    """Yield a folder readable by every user, with this file and the evaluation package.
-
-    added: code at the end of its confinement.py.
-    """
+    """Yield a folder, readable for every user, with this file and the evaluation package. added: code at the end of its
+    confinement.py."""
     folder = Path(tempfile.mkdtemp(prefix="bass-standalone-"))
     try:
         source, package = Path(confinement.__file__).parent, folder / "bass_lab" / "evaluation"

@@ -1,8 +1,8 @@
-"""Print the tests that the difference to a commit reaches: `make test-changed BASE=origin/main`.
+"""Print the tests that depend on files changed since a commit: `make test-changed BASE=origin/main`.
 
-Of a changed test file, all tests. Of a changed module, the tests that caught its mutants, and the shortest test files
-that import it. Of any other file, such as a lesson or a page, the test files that name it.
-A selection for the minute between two edits: `make test` stays the check of a commit.
+For a changed test file, all tests are selected. For a module: the tests that caught a mutant of the module, and the
+shortest test files with an import of the module. For a lesson or a page: the test files with the file's name.
+Run the selection between two edits; `make test` remains the check of a commit.
 """
 
 import json
@@ -19,11 +19,10 @@ LESSONS = "tests/lessons/test_notebooks.py"
 
 
 def changed_files(base: str) -> list[str]:
-    """Return the files that differ from the last commit in common with `base`, new ones included."""
     git = ["git", "-C", str(ROOT)]
     start = subprocess.run([*git, "merge-base", base, "HEAD"], capture_output=True, text=True)
     if start.returncode:
-        sys.exit(f"there is no commit {base!r} to compare with; name one: make test-changed BASE=HEAD~1")
+        sys.exit(f"no commit {base!r}; write for example make test-changed BASE=HEAD~1")
     difference = [*git, "diff", "--name-only", "-z", start.stdout.strip()]
     new = [*git, "ls-files", "-z", "--others", "--exclude-standard"]
     found = [subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in (difference, new)]
@@ -31,7 +30,6 @@ def changed_files(base: str) -> list[str]:
 
 
 def reached(file: str, graph: ImportGraph, caught: dict[str, str | None]) -> list[str]:
-    """Return pytest arguments for one changed file."""
     path = ROOT / file
     if path.suffix == ".py" and file.split("/")[0] in ("bass_core", "bass_lab", "kernels", "tests"):
         if path.stem.startswith("test_"):

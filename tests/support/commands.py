@@ -1,5 +1,3 @@
-"""Run `bass` in this process."""
-
 from typer.testing import CliRunner, Result
 
 from bass_lab.cli import main

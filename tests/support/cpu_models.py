@@ -1,5 +1,3 @@
-"""Models on a CPU: their texts, their logits and the operators of a pass."""
-
 import torch
 from tiny import ragged_prompts, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,8 +8,6 @@ PROMPTS = ragged_prompts(5, 11)
 
 
 class Operators(TorchDispatchMode):
-    """Records the name of each operator and the shape of its first tensor."""
-
     def __init__(self):
         super().__init__()
         self.met = []

@@ -1,5 +1,3 @@
-"""Greedy texts of three prompts by this library and by transformers."""
-
 from tiny import greedy_alone, ragged_prompts
 
 import bass_core as bass

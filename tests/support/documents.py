@@ -1,4 +1,4 @@
-"""The commands and programs that the documentation shows: its fenced blocks, as a reader meets them."""
+"""Extract the commands and programs in the documentation's fenced blocks."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 )
-SLOW = "<!-- slow -->"  # on the line before a block that only `make test-all` runs
+SLOW = "<!-- slow -->"  # on the line before a block for `make test-all` only
 FENCED = re.compile(
     rf"^(?P<slow>{SLOW}\n)?```(?P<kind>python|console)\n(?P<text>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
@@ -19,7 +19,7 @@ FENCED = re.compile(
 
 
 class Block(NamedTuple):
-    """kind: python or console; line: of the document, from 1; output: of the block "text" that follows, or None."""
+    """kind: python or console. line: in the document, from 1. output: text of the following block "text", or None."""
 
     kind: str
     text: str
@@ -29,7 +29,6 @@ class Block(NamedTuple):
 
 
 def blocks(document: str, kind: str) -> list[Block]:
-    """The blocks of that kind in a document of the repository, in order."""
     text = (ROOT / document).read_text(encoding="utf-8")
     found = [
         Block(
@@ -41,7 +40,6 @@ def blocks(document: str, kind: str) -> list[Block]:
 
 
 def commands(document: str) -> list[list[str]]:
-    """The words of every command that is typed in a document, without comments."""
     lines = [line for block in blocks(document, "console") for line in block.text.splitlines()]
     typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [shlex.split(part, comments=True) for line in typed for part in line.split(" && ")]

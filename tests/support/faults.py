@@ -1,7 +1,7 @@
-"""Models with a planted fault: the output for a row depends on more than that row's tokens.
+"""Models with a planted fault: the output for a row depends on other rows.
 
-`FAULTS` maps each fault to a function that makes a tiny model with it. tests/exactness/test_planted_faults.py tests
-which of them the probe (module `bass_core.model.probe`) and `bass verify` find.
+`FAULTS` maps each fault to a function that makes a tiny faulty model. tests/exactness/test_planted_faults.py checks
+whether the probe (module `bass_core.model.probe`) and `bass verify` find each fault.
 """
 
 import copy
@@ -27,14 +27,12 @@ class BatchMean(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout that evaluation mode does not switch off."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return nn.functional.dropout(hidden, 0.1, training=True)
 
 
 class State(nn.Module):
-    """Each call adds a hidden state of the call before."""
+    """A layer that adds a hidden state from the previous call."""
 
     last: Tensor | float = 0.0
 
@@ -44,8 +42,6 @@ class State(nn.Module):
 
 
 class PassCounter(nn.Module):
-    """Every 50th pass is wrong."""
-
     passes = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -54,8 +50,6 @@ class PassCounter(nn.Module):
 
 
 class FirstRow(nn.Module):
-    """The batch's first row gets a bonus."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         bonus = torch.zeros_like(hidden)
         bonus[0, :, ::2] = 0.3 * hidden.abs().mean()
@@ -63,7 +57,7 @@ class FirstRow(nn.Module):
 
 
 class TokenCapacity(nn.Module):
-    """A layer that skips all but the first 64 tokens of a pass."""
+    """A layer that skips all tokens of a pass after the first 64."""
 
     def __init__(self, served: nn.Module):
         super().__init__()
@@ -76,7 +70,7 @@ class TokenCapacity(nn.Module):
 
 
 class ExpertCapacity(nn.Module):
-    """Four experts, each of which serves 5/4 of its share of a pass's tokens, first come first served."""
+    """Four experts. Each serves 5/4 of its share of a pass's tokens, first come first served."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -93,7 +87,7 @@ class ExpertCapacity(nn.Module):
 
 
 class LogScaling(nn.Module):
-    """Attention sharpened by log n beyond so many keys, where n is the longest row's."""
+    """Attention sharpened by log n for n beyond a number of keys, with n the length of the longest row."""
 
     def __init__(self, rotary: nn.Module, beyond: int):
         super().__init__()
@@ -105,14 +99,14 @@ class LogScaling(nn.Module):
 
 
 class PositionsOfTheCache(LlamaForCausalLM):
-    """Ignores `position_ids` and takes positions from the cache's length."""
+    """A model that ignores `position_ids` and derives positions from the cache's length."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
         return super().forward(input_ids, attention_mask, None, **options)
 
 
 class FourQueries(LlamaForCausalLM):
-    """Raises an error for more than four new tokens per row over a filled cache."""
+    """A model that fails for more than four new tokens per row over a filled cache."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
         cache = options.get(CACHE)
@@ -165,11 +159,10 @@ FAULTS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-COLUMNS = ("fault", "the probe", "checks of `bass verify` that fail")
+COLUMNS = ("fault", "probe", "failing checks of `bass verify`")
 
 
 def verified_without_the_probe(model: PreTrainedModel) -> exactness.Report:
-    """`bass verify` with a probe that accepts every model."""
     torch.manual_seed(0)
     with mock.patch.object(probe, "probe", lambda model, path: None):
         return lab.verify(bass.ModelPair(model), max_new_tokens=16, samples=1000)
@@ -177,8 +170,8 @@ def verified_without_the_probe(model: PreTrainedModel) -> exactness.Report:
 
 def found(fault: str) -> tuple[str, str, str]:
     try:
-        by_probe = f"takes it ({probe.resolve(FAULTS[fault]())})"
+        by_probe = f"accepts ({probe.resolve(FAULTS[fault]())})"
     except ValueError:
-        by_probe = "refuses it"
+        by_probe = "refuses"
     report = verified_without_the_probe(FAULTS[fault]())
     return fault, by_probe, ", ".join(check.name for check in report.checks if not check.passed) or "none"

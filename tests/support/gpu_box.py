@@ -1,4 +1,4 @@
-"""What comes back from a GPU (`python -m bass_lab.gpu.stages`), written by hand: of a GPU that nobody has built."""
+"""Invented results of a GPU run (`python -m bass_lab.gpu.stages`)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ KERNELS = str(Path(__file__).parents[2] / "kernels")
 DEVICE = "NVIDIA X1 Example"
 HERE = {"device": DEVICE, "torch": "2.99.0", "transformers": "5.99.0", "commit": "abcdef123456"}
 COPY = 2e12  # bytes/s
-MS = {"regular": 8.0, "single": 5.0, "batched": 3.0, "transformers": 9.0}  # per token
+MS = {"regular": 8.0, "single": 5.0, "batched": 3.0, "transformers": 9.0}  # milliseconds per token
 
 
 def of_a_stage(path: Path) -> bool:
-    """Whether this record came back from a GPU: `bass bench` did not write it, and other checks hold for it."""
+    """Return True for records of a GPU. Records of `bass bench` on a CPU have other checks."""
     kinds = [name.partition(".")[0] for stage in stages.STAGES.values() for name in stage.files]
     return any(path.name.startswith(f"{kind}_") for kind in kinds)
 
 
 def costs(**measured) -> CostModel:
-    """Costs as `calibrate` leaves them."""
     made_up = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100), target_launch=2e-3)
     described = {"device_type": "cuda", "dtype": "bfloat16", **HERE} | measured
     return replace(made_up, device=described["device"], is_synthetic=False, measured=described)
 
 
 def profile(folder: Path, **about) -> Profile:
-    """A profile of two steps."""
     path = gpu_profile.write_gpu_profile(folder / "profile.json", dtype="bfloat16", **HERE | about)
     found = Profile.load(path)
     path.unlink()
@@ -48,12 +46,11 @@ def profile(folder: Path, **about) -> Profile:
 
 
 def decode_lines(groups: Iterable[Group], **changes) -> list[dict]:
-    """A line of `gpu.decoding` per way."""
     return [decode_line(group, way, **changes) for group in groups for way in group.ways]
 
 
 def decode_line(group: Group, way: PlannedMethod, **changes) -> dict:
-    """A line of `gpu.decoding`: every way takes its `MS`, a useless draft twice as many."""
+    """Return a line of `gpu.decoding` with times of `MS`, doubled for a useless draft."""
     ms = MS[way.method] * (2 if way.alpha == 0.02 else 1)
     ratio = MS["regular"] / ms
     transformers = way.method == "transformers"
@@ -91,8 +88,8 @@ def decode_line(group: Group, way: PlannedMethod, **changes) -> dict:
 
 
 def kernel_lines(clock: str = "cuda", **here) -> list[dict]:
-    """Lines of the kernel benchmark: `ragged` at 80% of the copy's bandwidth, a peer at 70% of it, one that does not
-    run."""
+    """Return lines of the kernel benchmark: `ragged` at 80% of the copy's bandwidth, a peer at 70%, and a failing
+    peer."""
     cases, measure, report, timing = _bench()
     environment = {"driver": "1", "triton": "3", "flashinfer": None} | HERE | here
     del environment["transformers"]
@@ -108,7 +105,7 @@ def kernel_lines(clock: str = "cuda", **here) -> list[dict]:
 
 
 def _bench() -> tuple:
-    """The kernel benchmark, which is run from the repository and never installed."""
+    """Import the kernel benchmark, which is never installed."""
     if KERNELS not in sys.path:
         sys.path.append(KERNELS)
     from bass_lab.gpu.kernels import cases, measure, report, timing
@@ -117,7 +114,6 @@ def _bench() -> tuple:
 
 
 def write(folder: Path) -> Path:
-    """Every file that the stages of `gpu` name."""
     folder.mkdir(parents=True)
     records.append(folder / "kernels.jsonl", kernel_lines())
     records.append(folder / "gpu.jsonl", decode_lines(plan(quick=True)))

@@ -1,4 +1,4 @@
-"""A line of JSON per test as it ends, into the file that GPU_LOG names; what has passed there is not run again."""
+"""Write a line of JSON per finished test to the file GPU_LOG, and skip tests that passed in earlier runs."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _passed():  # in earlier runs
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _passed():  # all passed in earlier runs
         session.exitstatus = pytest.ExitCode.OK
 
 
@@ -38,5 +38,5 @@ class _Log:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # what xdist's workers report, the process that started them hears, too
+    if not hasattr(config, "workerinput"):  # xdist's workers report to the main process
         config.pluginmanager.register(_Log())

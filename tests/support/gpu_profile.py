@@ -1,10 +1,10 @@
-"""Profiler events as a GPU gives them, written by hand."""
+"""Profiler events of a GPU, written by hand."""
 
 import json
 
 from bass_lab.measure import kernel_events
 
-MAIN, OTHER, GPU = 100, 101, 0  # thread, another thread, process of the device
+MAIN, OTHER, GPU = 100, 101, 0  # thread, another thread, the device's process
 
 
 def event(category, name, start, duration, thread=MAIN, process=1, **args):
@@ -28,7 +28,7 @@ def kernel(name, start, duration, correlation=None, category="kernel", stream=7,
 
 
 def write_gpu_profile(path, kernels=True, **about):
-    """Two steps as a GPU runs them: the draft's kernels are still running when the host is at verification."""
+    """Write two steps on a GPU: the draft's kernels still run when the host starts verification."""
     events = []
     for step, zero in ((0, 0), (1, 120)):
         names = ("plan", "draft", "verify", "commit")

@@ -1,4 +1,4 @@
-"""The import graph of the repository: which test files import a module, directly or through others."""
+"""The import graph of the repository: the test files that import a module, directly or indirectly."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ FOLDERS = ("bass_core", "bass_lab", "kernels", "tests")
 
 
 class ImportGraph:
-    """leave_out: stems of test files that are not part of the graph."""
+    """leave_out: stems of test files to ignore."""
 
     def __init__(self, tree: Path, leave_out: tuple[str, ...] = ()):
         self.tree, self.lines = tree, {}
@@ -21,11 +21,10 @@ class ImportGraph:
 
     @property
     def tests(self) -> list[str]:
-        """The paths of all test files."""
         return [self._path(name) for name in self.modules if name.startswith("test_")]
 
     def nearest(self, file: str) -> list[tuple[int, str]]:
-        """Return the test files that import a file as (number of imports between, path), the shortest files first."""
+        """Return the test files that import a file as (imports between, path), nearest and shortest first."""
         start = self._name(self.tree / file)
         distance, edge = {start: 0}, [start] if start in self.users else []
         while edge:
@@ -40,7 +39,7 @@ class ImportGraph:
         return name if path is None else path.relative_to(self.tree).as_posix()
 
     def _name(self, path: Path) -> str:
-        """Return the name under which a file is imported; test files and their support have their stem."""
+        """Return the name for imports of a file. Test files and test support are imported by stem."""
         parts = path.relative_to(self.tree).with_suffix("").parts
         if parts[0] == "tests":
             return parts[-1]
@@ -48,7 +47,6 @@ class ImportGraph:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def _public(self) -> dict[str, str]:
-        """Return the module of each public name of `bass_core`."""
         tree = ast.parse((self.tree / "bass_core/__init__.py").read_text("utf-8"))
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         return {name.name: node.module for node in imports for name in node.names}

@@ -1,4 +1,4 @@
-"""Random arguments for the attention kernels, over a cache that is full of NaN where nothing may be read."""
+"""Random arguments for the attention kernels. The cache has NaN wherever no kernel may read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Case(NamedTuple):
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self)
 
     def filled(self, value: float) -> Case:
-        """With this number instead of NaN beyond the rows' lengths."""
         return self._replace(key=self.key.nan_to_num(nan=value), value=self.value.nan_to_num(nan=value))
 
 
@@ -55,7 +54,7 @@ def case(
     device: str = "cpu",
     **flags,
 ) -> Case:
-    """Rows of these lengths; query_lengths: live queries per row (None: all that fit), padding follows."""
+    """Return rows with the given lengths. query_lengths: live queries per row (None: all), followed by padding."""
     generator = torch.Generator().manual_seed(seed)
     batch, slots, heads = len(kv_lengths), max(kv_lengths) + 3, kv_heads * group
     if query_lengths is None:
@@ -76,7 +75,7 @@ def case(
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """‖found - expected‖ / ‖expected‖; infinite where a number is missing or a padding query is not exactly 0."""
+    """Return ‖found - expected‖ / ‖expected‖; infinite for NaN or a padding query other than 0."""
     if found.shape != expected.shape or not found.isfinite().all() or found[expected == 0].any():
         return math.inf
     norm = expected.norm()
@@ -85,7 +84,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def shuffled_programs() -> Iterator[list[tuple[int, ...]]]:
-    """The interpreter takes a grid's i-th program for another, at a fixed random place. Yields those taken so far."""
+    """Run a grid's programs in a fixed random order in the interpreter. Yield the list of started programs."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     in_order, seen = InterpreterBuilder.set_grid_idx, []
@@ -113,23 +112,22 @@ FLAGS = ({}, {"sliding_window": 7}, {"sliding_window": 40}, {"softcap": 15.0}, {
 
 
 def fuzz(count: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Iterator[tuple[str, Case]]:
-    """Descriptions and cases; every query length, group, head dimension, edge and flag occurs where count is >= 20."""
+    """Yield descriptions and cases, with every query length, group, head dimension, edge and flag if count >= 20."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(choices, index: int):
-        """All of them in turn; then at random."""
         at = index if index < len(choices) else int(torch.randint(len(choices), (1,), generator=generator))
         return choices[at]
 
     for index in range(count):
         query_length, group, head_dim = pick(QUERY_LENGTHS, index), pick(GROUPS, index), pick(HEAD_DIMS, index)
         rows = index % 5 + 1
-        if query_length * group * head_dim > 20_000:  # keeps the interpreter's time small
+        if query_length * group * head_dim > 20_000:  # limits the interpreter's time
             rows, head_dim, group = min(rows, 2), 64, min(group, 3)
         lengths = [pick(EDGES, index)]
         lengths += [pick(EDGES, len(EDGES)) for _ in range(rows - 1)]
         if index % 4 == 3:
-            lengths[-1] = query_length  # nothing but the new tokens
+            lengths[-1] = query_length  # only the new tokens
         live = [int(torch.randint(min(query_length, n) + 1, (1,), generator=generator)) for n in lengths]
         flags = dict(pick(FLAGS, index))
         options = {"group": group, "kv_heads": 1 + index % 2, "head_dim": head_dim, "query_lengths": live}
@@ -140,7 +138,7 @@ def fuzz(count: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> 
 
 @contextmanager
 def poisoned_memory(number: float = math.nan, integer: str = "min", truth: bool = True) -> Iterator[None]:
-    """Memory from torch.empty and new_empty holds this number, this limit of integers or this truth value."""
+    """Fill memory from torch.empty and new_empty with a number, a limit of integers, or a truth value."""
 
     def poisoned(allocate):
         def allocation(*args, **kwargs):

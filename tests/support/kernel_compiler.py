@@ -1,10 +1,10 @@
-"""Compile launches for a GPU on a machine that has none, and read what came out.
+"""Compile launches for a GPU on a machine without a GPU, and read the result.
 
-A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
-and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
-triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
-`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel. `few` behind it compiles one launch of
-each kind; of GPUs other than sm_90 all launches around attention, in float16, which older GPUs have, too.
+A fake driver names the GPU. The launchers get tensors with shapes, but without memory, and every launch is a
+compilation. triton's tools read registers, shared memory and machine code. Run in a separate process without
+TRITON_INTERPRET, because the interpreter compiles nothing: `python tests/support/kernel_compiler.py 90` prints one JSON
+line per kernel. `few` compiles one launch of each kind. GPUs other than sm_90 compile the kernels around attention in
+float16, which older GPUs also support.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class StandIn:
-    """A driver of a GPU that is not there: as much of one as a compilation asks for."""
+    """A fake driver with the parts needed for compilation."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -44,7 +44,6 @@ class StandIn:
 
 
 def compiled_launches(call: Callable[[], object]) -> list:
-    """The kernels that `call` launches, compiled and not run."""
     found = []
 
     def compile_only(kernel, grid):
@@ -62,12 +61,12 @@ def compiled_launches(call: Callable[[], object]) -> list:
 
 
 def resources(kernel) -> dict:
-    """Name, registers per thread, spilled and stack bytes, shared memory and counts of the instructions that matter."""
+    """Return name, registers per thread, spilled and stack bytes, shared memory, and instruction counts."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
-        disassemble = [TOOLS / "nvdisasm", "--print-code", "--no-dataflow", file.name]  # no targets of branches
+        disassemble = [TOOLS / "nvdisasm", "--print-code", "--no-dataflow", file.name]  # without branch targets
         code = subprocess.check_output(disassemble, text=True, stderr=subprocess.DEVNULL)
     return {
         "kernel": kernel.metadata.name,
@@ -85,8 +84,8 @@ def resources(kernel) -> dict:
 
 
 def around_count(ptx: str) -> str:
-    """What stands right around a program's atomic addition, and whether it loads past the first cache at all; ""
-    without one. (The order of lines is that of execution only as far as no branch lies in between.)"""
+    """Return the operations around a program's atomic addition, with "load.cg" if the program loads past the L1 cache,
+    or "" without an atomic addition. The order of lines is the order of execution only without branches in between."""
     kinds = {
         r"st\.global": "store",
         r"ld\.global[\w.]*\.cg": "load.cg",
@@ -106,7 +105,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def cases() -> Iterator[dict]:
-    """Arguments of every tile that a launcher can choose, and every flag."""
+    """Yield arguments of every tile that a launcher can choose, and of every flag."""
     for head_dim, query_length in itertools.product(HEAD_DIMS, (1, 5, 17)):  # 4, 20 and 68 packed rows
         yield {"head_dim": head_dim, "query_length": query_length}
     for head_dim in (64, 128, 256):
@@ -120,14 +119,14 @@ def cases() -> Iterator[dict]:
         yield {"head_dim": 128, "query_length": 5} | flag
     for head_dim, query_length in ((64, 1), (64, 17), (128, 1), (128, 17), (256, 5)):  # the other tiles
         yield {"head_dim": head_dim, "query_length": query_length, "softcap": 50.0, "sinks": True}
-    for query_length in range(500, 506):  # a prompt's length: nothing new to compile
+    for query_length in range(500, 506):  # a prompt's length adds no compilation
         yield {"head_dim": 128, "query_length": query_length, "prompt": True}
     for function in ("pad", "split"):
         yield {"head_dim": 128, "query_length": 5, "function": function}
 
 
 def few_cases(half: str) -> Iterator[dict]:
-    """One launch of each kind: 32 and 64 rows of queries, the widest heads, full precision."""
+    """Yield a launch of each kind: 32 and 64 rows of queries, the widest heads, full precision."""
     for head_dim, query_length in ((128, 5), (64, 17), (256, 5)):
         yield {"head_dim": head_dim, "query_length": query_length, "dtype": half}
     yield {"head_dim": 128, "query_length": 5, "dtype": "float32"}
@@ -137,7 +136,7 @@ def attend(
     head_dim, query_length, dtype="bfloat16", batch=8, group=4, kv_heads=8, function="ragged", sinks=False,
     prompt=False, **flags,
 ):  # fmt: skip
-    """A launcher with tensors of these shapes on the device "meta". prompt: of a batch that is not split."""
+    """Call a launcher with tensors of these shapes on the device "meta". prompt: a prefill batch without splits."""
     import bass_kernels
 
     batch = 64 if prompt else batch
@@ -152,7 +151,7 @@ def attend(
 
 
 def others(half: torch.dtype, few: bool) -> None:
-    """The kernels around attention: the cache's, the draft's, and fused verification's."""
+    """Launch the kernels around attention: cache, draft and fused verification."""
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
@@ -177,25 +176,24 @@ def others(half: torch.dtype, few: bool) -> None:
 
 
 def products() -> Iterator[dict]:
-    """Every tile of the skinny product, every form of weights, and what may follow it."""
+    """Yield every tile of the skinny product, every format of weights, and every fused operation."""
     for packed, group, rows in itertools.product((False, True), (None, 32, 128), (1, 17, 64, 128)):
         yield {"packed": packed, "group": group, "rows": rows}
     for packed, rows in itertools.product((False, True), (8, 128)):
         yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "gated": True}
-        yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "columns": 1024}  # cut along K
+        yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "columns": 1024}  # split along K
     yield {"packed": False, "group": None, "rows": 8, "half": "float16"}
     yield {"packed": True, "group": 32, "rows": 8, "half": "float16"}
-    yield {"packed": False, "group": None, "rows": 8, "columns": 1}  # triton takes a 1 for a constant
+    yield {"packed": False, "group": None, "rows": 8, "columns": 1}  # triton treats 1 as a constant
 
 
 def few_products(half: str) -> Iterator[dict]:
-    """INT8 cut along K, and packed INT4 whose gated product is fused."""
     yield {"packed": False, "group": None, "rows": 8, "columns": 1024, "half": half}
     yield {"packed": True, "group": 32, "rows": 8, "gated": True, "half": half}
 
 
 def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="bfloat16") -> None:
-    """`skinny_linear` with tensors of these shapes on the device "meta"."""
+    """Call `skinny_linear` with tensors of these shapes on the device "meta"."""
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
@@ -207,7 +205,6 @@ def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="
 
 
 def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:
-    """The tile that `attend` gets with these arguments."""
     from bass_kernels import tiles
 
     return tiles.choose(query_length * group, head_dim, getattr(torch, dtype), deterministic)._asdict()

@@ -1,7 +1,7 @@
-"""What a step would launch on a GPU, counted in Triton's interpreter.
+"""Count a step's launches on a GPU in Triton's interpreter.
 
-Every operator of torch counts as one launch (some are more on a GPU), unless it gives a view, or memory with nothing
-in it. An operator of ours counts as what it is made of: the kernels that it launches, and what it does besides.
+Every torch operator counts as one launch (some are more on a GPU), except views and empty memory. An operator of this
+project counts as the sum of its kernels and torch operators.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[dict[str, Counter]]:
-    """By part, "model" (inside its forward) and "around": how often each operator and kernel was launched inside."""
+    """Count launches of operators and kernels by part: "model" (inside its forward) and "around"."""
     found, part = {"model": Counter(), "around": Counter(), "interpreter": Counter()}, ["around"]
     execute, forward = GridExecutor.__call__, Runner.run_model
 

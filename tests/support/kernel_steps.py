@@ -1,5 +1,3 @@
-"""Random arguments of fused verification, and steps that commit: by the kernels and by bass_core."""
-
 from typing import NamedTuple
 
 import torch
@@ -19,14 +17,13 @@ def law(logits, temperature):
 
 
 def choose(probs, generator):
-    """One id from each distribution: [B, K, V] -> [B, K]."""
     flat = probs.reshape(-1, probs.shape[-1])
     chosen = flat.multinomial(1, generator=generator) if len(flat) else flat.new_empty(0, dtype=torch.int64)
     return chosen.reshape(probs.shape[:-1])
 
 
 def step(rows, drafts, vocabulary, *, dtype=torch.float32, temperature=1.0, draft="softmax", seed=0):
-    """Arguments of `verify` and the keys that their uniform numbers come from; rows submit 0 … K tokens."""
+    """Return arguments of `verify` and the keys of their uniform numbers. Rows submit 0 … K tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, drafts + 1, vocabulary, generator=generator)).to(dtype)
     p = law(logits, temperature)[:, :drafts]
@@ -34,8 +31,8 @@ def step(rows, drafts, vocabulary, *, dtype=torch.float32, temperature=1.0, draf
     q = {"softmax": (p + 1e-6).log().add(noise).softmax(-1), "equal": p, "certain": None}[draft]
     drafted = choose(p if q is None else q, generator)
     if temperature == 0 and drafts > 1:
-        drafted[:, 0] = logits[:, 0].argmax(-1)  # so that some are accepted
-    if draft != "equal" and drafts > 0:  # and some are rejected, also at very low temperatures
+        drafted[:, 0] = logits[:, 0].argmax(-1)  # some drafts are accepted
+    if draft != "equal" and drafts > 0:  # some drafts are rejected, also at very low temperatures
         drafted[1::2, -1] = torch.randint(vocabulary, (rows // 2,), generator=generator)
     submitted = torch.randint(drafts + 1, (rows,), generator=generator)
     submitted[-1], submitted[0] = drafts, submitted[0] if rows == 1 else 0
@@ -47,7 +44,7 @@ def step(rows, drafts, vocabulary, *, dtype=torch.float32, temperature=1.0, draf
 
 
 class Committing(NamedTuple):
-    """Rows in the last places of a batch, and the logits and drafts of a step."""
+    """Rows in the last slots of a batch, and the logits and drafts of a step."""
 
     rows: Rows
     places: range
@@ -58,12 +55,12 @@ class Committing(NamedTuple):
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """Of the whole batch, without the scratch column."""
+        """Row memory of the whole batch, without the scratch column."""
         rows = self.rows
         return rows.tokens[:, :-1], rows.logprobs[:, :-1], rows.lengths, rows.steps, rows.streams
 
     def by_bass_core(self) -> torch.Tensor:
-        """The block that the host receives. Moves the rows in plain torch."""
+        """Commit in plain torch. Return the block for the host."""
         run_on, kernel_ops.run_on = kernel_ops.run_on, lambda device: False
         try:
             return self.by_the_step()
@@ -86,7 +83,7 @@ def committing(
     drafts=3, vocabulary=1100, *, temperature=0.7, draft="softmax", all_or_none=False, forced=False, broken=(),
     broken_draft=(), seed=0, device="cpu",
 ) -> Committing:  # fmt: skip
-    """Six rows in places 2 … 7, of which the fourth is empty. broken: rows whose logits hold NaN."""
+    """Return six rows in slots 2 … 7; the fourth slot is empty. broken: rows with NaN logits."""
     places = range(2, 8)
     (logits, drafted, submitted, q, _, _, lengths, _), keys = step(
         6, drafts, vocabulary, temperature=temperature, draft=draft, seed=seed
@@ -101,7 +98,7 @@ def committing(
     rows.lengths[2:], rows.steps[2:], rows.streams[2:] = (x.to(device) for x in (lengths, keys.counter, keys.stream))
     finite = torch.ones(6, dtype=torch.bool)
     finite[list(broken_draft)] = False
-    room = torch.zeros(6, 9, dtype=torch.int64)  # as in recorded steps: drafts lie in wider memory
+    room = torch.zeros(6, 9, dtype=torch.int64)  # as in captured steps: drafts lie in wider memory
     room[:, :drafts] = drafted
     chances = torch.rand(3, 50, dtype=torch.float64, generator=generator)
     options = StepOptions(
@@ -116,10 +113,9 @@ def committing(
 
 
 def differing(found: Committing, block, expected: Committing, expected_block) -> list[str]:
-    """Where two commits of the same step differ."""
     live = expected.draft.lengths >= 0
     columns = block.shape[1] - 4
-    numbers = live & (expected_block[:, columns + 2] == 1)  # tokens of other rows mean nothing
+    numbers = live & (expected_block[:, columns + 2] == 1)  # tokens of other rows have no meaning
     memory = zip(RowMemory._fields, found.memory, expected.memory, strict=True)
     names = [name for name, ours, theirs in memory if name != "logprobs" and not torch.equal(ours, theirs)]
     if not torch.allclose(found.memory[1], expected.memory[1], rtol=2e-6, atol=4e-6, equal_nan=True):

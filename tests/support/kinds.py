@@ -1,8 +1,8 @@
-"""Every kind of decoder that transformers registers for causal language modelling, in a tiny configuration.
+"""Every causal model type of transformers, in a tiny configuration.
 
-A tiny configuration is the class's own default with its sizes cut by name: two layers (more where layers differ), 97
-tokens, windows of 8, switches at 16 positions, a context of 96. `SPECIAL` holds further changes for single kinds.
-The outcome of each kind is in docs/MODELS.md; tests/support/models_page.py measures the outcomes again.
+A tiny configuration is the class's default with smaller sizes: two layers (more if layers differ), 97 tokens, windows
+of 8, switches at 16 positions, a context of 96. `SPECIAL` holds further changes of single types. docs/MODELS.md has the
+outcome of each type; tests/support/models_page.py measures the outcomes.
 """
 
 import functools
@@ -29,10 +29,10 @@ BASS_CORE = str(Path(bass.__file__).parent)
 VOCABULARY, CONTEXT, WINDOW, SWITCH = 97, 96, 8, 16
 HIDDEN, HEADS, HEAD = 64, 4, 16
 NEW = 12
-# On both sides of each window (8) and switch (16), before or while decoding, and one row far from the others.
+# On both sides of each window (8) and switch (16), before and during decoding, and one distant row.
 PROMPTS = ragged_prompts(WINDOW - 3, WINDOW + 1, SWITCH - 4, SWITCH + 1, 3, 41)
 
-# Names of sizes (regular expressions of whole names), and their values where the default is larger.
+# Names of sizes (regular expressions of whole names), and their values if the default is larger.
 SIZES = {
     r"vocab_size|decoder_vocab_size|unpadded_vocab_size|.*_vocab_size|vocab_size_per_layer_input": VOCABULARY,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length": CONTEXT,
@@ -89,8 +89,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 96},
     },
-    # Windows as wide as the context, as released. Beyond the window, transformers with a cache and without differ:
-    # Doge drops keys among equal numbers, and Moshi's cache has a window that its forward pass ignores.
+    # Windows as wide as the context, as released. Beyond the window, transformers with and without a cache differ:
+    # Doge drops keys among equal numbers, and Moshi's forward pass ignores the cache's window.
     "doge": {"keep_window_size": CONTEXT},
     "moshi": {"sliding_window": CONTEXT},
     "dots3_note_text": _DOTS,
@@ -108,27 +108,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba": _ZAMBA,
     "zamba2": _ZAMBA | {"mamba_headdim": 2 * HIDDEN // HEADS},
 }
-# Kinds without a small model, and the reason.
+# Types without a small model, and the reason.
 NOT_TINY = {
     "gemma3n": "its vision tower needs the packages Pillow and timm; gemma3n_text is the same decoder",
     "gemma4_assistant": "a drafting head that reads another model's keys and values; it decodes nothing alone",
     "musicgen": "transformers registers the whole configuration for a decoder that cannot be built from it",
     "musicgen_melody": "transformers registers the whole configuration for a decoder that cannot be built from it",
 }
-# Values of sizes that a configuration class leaves open.
+# Values of sizes without a default.
 OPEN = {"head_dim": HEAD, "num_key_value_heads": HEADS}
 OPEN |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
 @functools.cache
 def kinds() -> dict[str, type[PreTrainedConfig]]:
-    """Model type -> configuration class, of every kind in the registry."""
     theirs = (kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
     return {kind.model_type: kind for kind in theirs}
 
 
 def tiny_config(kind: str, **changes) -> PreTrainedConfig:
-    """The kind's default configuration with its sizes cut. Changes apply to its text configuration."""
+    """Return the type's default configuration with smaller sizes. Changes apply to the text configuration."""
     if changes and "text_config" in kinds()[kind].sub_configs:
         changes = {"text_config": changes}
     return shrunk(kinds()[kind], changes)
@@ -177,7 +176,7 @@ def _size(name: str) -> int | None:
 
 
 def _key_value_heads(default: PreTrainedConfig) -> dict[str, int]:
-    """As many key-value heads as heads where the kind has so by default, else half as many or one."""
+    """Return as many key-value heads as heads if the default does, else half as many, or one."""
     found = {}
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads"):
         heads = vars(default).get(name.replace("key_value", "attention").replace("kv", "attention"))
@@ -187,7 +186,7 @@ def _key_value_heads(default: PreTrainedConfig) -> dict[str, int]:
 
 
 def _kept_layers(default: PreTrainedConfig) -> dict[str, Any]:
-    """Lists with one value per layer, cut to the first layers that show all that occurs; and their number."""
+    """Cut lists with one value per layer to the first layers with all values. Return the lists and the new length."""
     for counter in ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers"):
         if isinstance(count := vars(default).get(counter), int) and count > 1:
             break
@@ -208,9 +207,9 @@ def _kept_layers(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
-    """A tiny random model of that kind in float64, or in float32 if its code cannot compute in float64.
+    """Return a tiny random model in float64, or in float32 if its code cannot compute in float64.
 
-    noise > 0: the same model with its weights disturbed, as a draft.
+    noise > 0: the same model with disturbed weights, as a draft.
     """
     torch.manual_seed(0)
     config = tiny_config(kind, **changes)
@@ -219,7 +218,7 @@ def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
             if parameter.ndim > 1:
-                parameter.mul_(10)  # the default scale (0.02) would repeat one token for ever
+                parameter.mul_(10)  # the default scale (0.02) would repeat one token
                 parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
             else:  # zeros and ones would hide faults
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -228,19 +227,19 @@ def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
             greedy_alone(model, PROMPTS[0], 2)
         except RuntimeError:
             model = model.to(torch.float32)
-        except Exception:  # transformers cannot decode it; the engine tries all the same
+        except Exception:  # transformers fails; the engine tries
             pass
-    model.generation_config = GenerationConfig()  # the kind's own generation defaults are not compared
+    model.generation_config = GenerationConfig()  # generation defaults are not compared
     return model
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one kind.
+    """The outcome of one model type.
 
-    outcome: "works", "refused", "wrong", "crashes", or "not tiny" if no small model could be made. path: the attention
-    path. reason: the error, or the rows that differed. longrope: the outcomes with a rope that switches its factors at
-    16 positions, of rows on either side and of rows that cross; "" if the kind takes no such rope.
+    outcome: "works", "refused", "wrong", "crashes", or "not tiny" without a small model. path: the attention path.
+    reason: the error, or the differing rows. longrope: the outcomes with a rope that switches at 16 positions, for rows
+    on either side and for rows across; "" if the type has no switching rope.
     """
 
     kind: str
@@ -251,13 +250,12 @@ class Finding:
 
 
 def find(kind: str) -> Finding:
-    """Decode the kind with its own rope, and with a rope that switches."""
     finding = _find(kind, PROMPTS, _generated)
     if finding.outcome != "works" or (rope := switching_rope(tiny(kind))) is None:
         return finding
     beside = [prompt for prompt in PROMPTS if len(prompt) + NEW <= SWITCH or len(prompt) > SWITCH]
     crossing = [prompt for prompt in PROMPTS if len(prompt) <= SWITCH < len(prompt) + NEW - 1]
-    # Phi-3 and its like: while a row crosses, `generate` drops its cache and the text before (transformers 5.23).
+    # Phi-3 and relatives: `generate` drops the cache of a crossing row and the text before (transformers 5.23).
     ways = (beside, _generated), (crossing, functools.partial(_by_forward, cached=True))
     parts = [_find(kind, prompts, reference, rope_parameters=rope) for prompts, reference in ways]
     longrope = f"{parts[0].outcome}, crossing {parts[1].outcome}"
@@ -266,7 +264,7 @@ def find(kind: str) -> Finding:
 
 
 def switching_rope(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Rope parameters like the model's own that switch from short to long factors beyond 16 positions."""
+    """Return rope parameters like the model's that switch from short to long factors beyond 16 positions."""
     own = getattr(model.config, "rope_parameters", None)
     sizes = {len(buffer) for name, buffer in model.named_buffers() if name.endswith(".inv_freq")}
     if not isinstance(own, dict) or not isinstance(own.get("rope_type"), str) or len(sizes) != 1:
@@ -285,7 +283,7 @@ def switching_rope(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> Finding:
-    """Decode prompts with drafts of four tokens, by row and without; compare with the reference of each row."""
+    """Decode prompts with drafts of four tokens, per row and without drafts. Compare each row with its reference."""
     try:
         target, draft = (tiny(kind, noise, **changes) for noise in (0.0, 0.1))
     except Exception as error:  # any error of a foreign architecture is the outcome
@@ -310,7 +308,7 @@ def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> F
 
 
 def decoded(kind: str, target: PreTrainedModel, ways, prompts: list[Tensor]) -> tuple[dict, Finding]:
-    """The texts by draft length, decoded with each drafter and draft length, and the outcome."""
+    """Return the texts by draft length, decoded with each drafter and draft length, and the outcome."""
     found, path = {}, ""
     for drafter, k in ways:
         options = {"max_new_tokens": NEW, "draft_length": k, "eos_token_id": ()}
@@ -331,7 +329,8 @@ def _generated(model: PreTrainedModel, prompt: Tensor) -> list[int]:
 
 @torch.inference_mode()
 def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[int]:
-    """The greedy text by forward passes without `generate`: over a growing cache, or over the whole text each time."""
+    """Return greedy text by forward passes without `generate`, with a growing cache or over the whole text each
+    time."""
     ids, fed, cache = prompt[None], 0, DynamicCache(config=model.config) if cached else None
     for _ in range(NEW):
         logits = model(input_ids=ids[:, fed:], use_cache=cached, **{CACHE: cache}).logits
@@ -341,7 +340,7 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
 
 
 def said(error: Exception) -> str:
-    """The error in one line, with its type unless it is the engine's ValueError."""
+    """Return the error in one line, with the type, except for the engine's ValueError."""
     text = re.sub(r"^prompt \d+: ", "", " ".join(str(error).split()))
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
@@ -354,28 +353,26 @@ def cells(finding: Finding) -> tuple[str, ...]:
 
 
 def counts(findings: list[Finding]) -> str:
-    """Counts of outcomes in a sentence."""
     counts = Counter(finding.outcome for finding in findings)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
     return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
 
 
 def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in two sentences and by reason."""
     switching = Counter(finding.longrope for finding in findings if finding.longrope).most_common()
     ropes = "; ".join(f"{count} {what}" for what, count in switching)
     reasons = Counter(_group(finding.reason) for finding in findings if finding.outcome == "refused").most_common()
     return (
         f"{counts(findings)}\n\n"
-        f"With a rope that switches, of {sum(count for _, count in switching)} kinds that take one: {ropes}.\n\n"
-        "Refused because\n\n" + "\n".join(f"- {reason}: {count}" for reason, count in reasons)
+        f"Of {sum(count for _, count in switching)} kinds with a switching rope: {ropes}.\n\n"
+        "Reasons of refusals:\n\n" + "\n".join(f"- {reason}: {count}" for reason, count in reasons)
     )
 
 
 def _group(reason: str) -> str:
-    """A refusal without the details of the kind."""
-    if "keeps more of a text" in reason:
-        return "keeps more of a text than its tokens' keys and values"
+    """Return a refusal without the details of the type."""
+    if "keeps other state" in reason:
+        return "state other than keys and values"
     if "Error" in reason:
-        return "raises an error over a ragged cache, on the path nearest to its own code or on all"
-    return "computes something else over a ragged cache than in its forward pass"
+        return "an error over a ragged cache, on one attention path or on all"
+    return "wrong logits over a ragged cache"

@@ -18,7 +18,7 @@ def made(model, decoder, **special) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Return a tokenizer as Llama 2 has it: a run of byte tokens is decoded as a whole, the first space is stripped."""
+    """Return a tokenizer like Llama 2's: it decodes runs of byte tokens as a whole and strips the first space."""
     names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     model = models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

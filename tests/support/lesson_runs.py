@@ -69,7 +69,7 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
     "14_the_paper": ONE | {"batch_sizes": [16], "max_new_tokens": 2, "problem_count": 1, "samples": [1]},
 }  # fmt: skip
-# Cells that run first with the smallest values. tests/lab has the whole check of drafters and the whole corpus.
+# Cells that run before the lesson with the smallest values. tests/lab checks all drafters and the whole corpus.
 PREPARED = {
     "01_speculative_decoding": """\
 import functools
@@ -86,7 +86,7 @@ drafter_checks.NEW, drafter_checks.ROWS, alignment.BATCH = 3, 3, 1
 corpus.library_functions = functools.partial(corpus.library_functions, held_out=True)
 """,
 }
-HALF = {  # another dtype: its texts need not be identical
+HALF = {  # another dtype: texts need not be identical
     name: QUICKER[name] | {"dtype": "bfloat16"}
     for name in QUICKER
     if name not in ("04_draft_length", "04b_draft_length_further", "09_quality_within_a_time_budget")
@@ -94,7 +94,6 @@ HALF = {  # another dtype: its texts need not be identical
 
 
 def without_gpus(folder: Path) -> Path:
-    """Make a folder of the shipped records except those of a GPU."""
     folder.mkdir(parents=True)
     for record in records.SHIPPED.iterdir():
         if not gpu_box.of_a_stage(record):
@@ -103,21 +102,21 @@ def without_gpus(folder: Path) -> Path:
 
 
 def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """Run the notebook of that name (no ending) with these parameters in `folder`, and return it with its outputs."""
+    """Run a notebook (name without ending) with these parameters in `folder`. Return the notebook with outputs."""
     notebook = NOTEBOOKS / f"{name}.ipynb"
     return _papermill(notebook, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """Return the notebook of that name with these parameters. It is not run. `folder` gets a copy."""
+    """Return a notebook with these parameters, without running it. `folder` receives a copy."""
     return _papermill(NOTEBOOKS / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, prepare_only=True)
 
 
 def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
-    import papermill  # here: exercises are tested without the packages that run notebooks, too
+    import papermill  # here: tests of exercises must not need papermill
     from jupyter_client import AsyncKernelManager
 
-    with tempfile.TemporaryDirectory(prefix="kernel-") as place:  # pytest's own are too long for the name of a socket
+    with tempfile.TemporaryDirectory(prefix="kernel-") as place:  # pytest's folder names are too long for a socket
         options["kernel_manager_class"] = through_files(AsyncKernelManager, Path(place))
         return papermill.execute_notebook(notebook, copy, parameters=parameters, progress_bar=False, **options)
 

@@ -1,4 +1,4 @@
-"""Writes requirements.lock: the very files that pip installs for constraints.txt on a machine like this, by hash.
+"""Write requirements.lock: the files (by hash) that pip installs for constraints.txt on this kind of machine.
 
 .venv/bin/python tests/support/lock.py, on Linux (x86-64), with Python 3.11 and PyTorch's CPU build.
 """

@@ -1,6 +1,6 @@
-"""The measured parts of docs/MODELS.md, and the tested ones of docs/SUPPORT.md, each between two marks.
+"""Write the measured parts of docs/MODELS.md and the tested parts of docs/SUPPORT.md, each between two marks.
 
-PYTHONPATH=.:kernels python tests/support/models_page.py      measures all of them again (about three minutes)
+PYTHONPATH=.:kernels python tests/support/models_page.py      measures all outcomes (about three minutes)
 """
 
 import os
@@ -29,7 +29,6 @@ def _split(name: str, page: Path) -> tuple[str, str, str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown; what stands first in a row is code."""
     lines = [columns, ["---"] * len(columns), *[(f"`{first}`", *rest) for first, *rest in rows]]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

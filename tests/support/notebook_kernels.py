@@ -1,4 +1,4 @@
-"""Kernels that run all cells of a notebook. One process imports the libraries once and forks a kernel per notebook."""
+"""Run notebooks in kernels. One process imports the libraries once and forks a kernel per notebook."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ LOADED += ["transformers.models.qwen2.modeling_qwen2"]
 
 
 def run_cells(notebook: nbformat.NotebookNode, folder: Path, *, fresh: bool = False, **environment: str) -> int:
-    """Run the code cells in `folder` and return their number.
+    """Run the code cells in `folder` and return their number. Raises AssertionError with source and traceback of a
+    failed cell.
 
     fresh: start a new process without loaded libraries.
-
-    Raises:
-        AssertionError: a cell failed. The message has the cell's source and its traceback.
     """
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     with _kernel(folder, "spawn" if fresh else "forkserver", environment) as client:
@@ -65,4 +63,4 @@ def _serve(file: str, folder: Path, environment: dict[str, str]) -> None:
 
     IPKernelApp.launch_instance(
         argv=["-f", file, f"--IPKernelApp.parent_handle={os.getppid()}"]
-    )  # ends with its parent
+    )  # ends with the parent process

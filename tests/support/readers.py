@@ -1,5 +1,3 @@
-"""Tiny encoder-decoder models, and the text that transformers writes of a source alone."""
-
 import functools
 
 import torch
@@ -34,12 +32,12 @@ OPTIONS = {
     "whisper": _BART | {"num_mel_bins": 6, "max_source_positions": 12, "max_target_positions": CONTEXT},
 }
 HEARS = ("whisper",)
-SPREADS = {"t5": 1.0, "mt5": 1.0, "umt5": 1.0, "m2m_100": 0.6}  # of weights, so that texts vary; of the others 0.1
+SPREADS = {"t5": 1.0, "mt5": 1.0, "umt5": 1.0, "m2m_100": 0.6}  # weight scales, so that texts vary; other models 0.1
 
 
 @functools.cache
 def tiny_reader(kind: str, dtype: str = "float32", noise: float = 0.0) -> PreTrainedModel:
-    """A tiny encoder-decoder model whose argmaxes vary with the source. noise: weights disturbed, as a draft has."""
+    """Return a tiny encoder-decoder model with varying argmaxes. noise: disturb the weights, for a draft."""
     torch.manual_seed(0)
     config = WhisperConfig(**OPTIONS[kind]) if kind in HEARS else AutoConfig.for_model(kind, **OPTIONS[kind])
     auto = AutoModelForSpeechSeq2Seq if kind in HEARS else AutoModelForSeq2SeqLM
@@ -67,7 +65,7 @@ def given(model: PreTrainedModel, source: Tensor) -> dict[str, Tensor]:
 
 
 def alone(model: PreTrainedModel, source: Tensor, new: int, **options) -> list[int]:
-    """The greedy text of one source by transformers, without the start token. Whisper's own `generate` does more than
-    `GenerationMixin.generate`, which all models share."""
+    """Return transformers' greedy text of a source, without the start token. Uses `GenerationMixin.generate`, because
+    Whisper overrides `generate`."""
     out = GenerationMixin.generate(model, **given(model, source), max_new_tokens=new, do_sample=False, **options)
     return out[0, 1:].tolist()

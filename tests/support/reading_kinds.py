@@ -1,7 +1,4 @@
-"""Every encoder-decoder kind that transformers registers for text, in a tiny configuration.
-
-The counterpart of module `kinds`. The outcomes are in docs/MODELS.md, measured by tests/support/models_page.py.
-"""
+"""Every encoder-decoder type of transformers for text, in a tiny configuration (see module `kinds`)."""
 
 from dataclasses import replace
 
@@ -21,19 +18,18 @@ COLUMNS = ("kind", "outcome", "path", "reason")
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
-    """Model type -> configuration class, of every kind in the registry."""
     theirs = (kind for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
     return {kind.model_type: kind for kind in theirs if kind().is_encoder_decoder}
 
 
 def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
-    """A tiny random model of that kind in float64; noise > 0: the same one with its weights disturbed, as a draft."""
+    """Return a tiny random model in float64. noise > 0: the same model with disturbed weights, as a draft."""
     torch.manual_seed(0)
     config = shrunk(kinds()[kind], {"is_decoder": False})
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
-            if parameter.ndim > 1:  # so that sources matter and argmaxes vary
+            if parameter.ndim > 1:  # sources matter, and argmaxes vary
                 parameter.mul_(0.3 / parameter.std().clamp(min=1e-6))
                 parameter.add_(torch.randn_like(parameter), alpha=noise * 0.3)
             else:
@@ -48,7 +44,7 @@ def alone(model: PreTrainedModel, source: Tensor) -> list[int]:
 
 
 def find(kind: str) -> Finding:
-    """Decode sources in one batch with drafts of four tokens, by row and without; compare with each row alone."""
+    """Decode sources in one batch with drafts of four tokens, per row and without drafts. Compare with single rows."""
     try:
         target, draft = tiny(kind), tiny(kind, noise=0.1)
         expected = [alone(target, source) for source in SOURCES]

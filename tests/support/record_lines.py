@@ -1,9 +1,9 @@
-"""Validation of a record's lines by the JSON schema, with a validator that is not ours."""
+"""Validate the lines of a record with a third-party validator of the JSON schema."""
 
 import json
 from functools import cache
 
-import jsonschema  # nbformat needs it, too
+import jsonschema  # nbformat needs jsonschema, too
 
 from bass_lab.measure import records
 
@@ -16,7 +16,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def kind_of(line: dict) -> str:
-    """Return the kind of a line after JSON. Raise an error for a line that breaks its schema or contradicts itself."""
+    """Return the kind of a line from JSON. Raises an error for an invalid or contradictory line."""
     line = json.loads(json.dumps(line, allow_nan=False))
     validator().validate(line)
     records.check(line)

@@ -1,12 +1,12 @@
-"""Lessons as on a GPU: a startup file of IPython (in its profile's folder `startup`) that has kernels record steps.
+"""An IPython startup file that makes kernels capture steps as on a GPU.
 
-Not where an oracle gives the random numbers: the small models of an enumeration stay on the CPU there, too.
+Under an oracle for random numbers, the small models of an enumeration stay on the CPU.
 """
 
 import os
 from pathlib import Path
 
-MARK = "recorded"  # a file that is there once a kernel has had a session that records
+MARK = "recorded"  # a file that exists once a session in a kernel has captured steps
 STARTUP = f"""\
 import sys
 
@@ -18,7 +18,7 @@ recorded_lessons.begin()
 
 
 def put(folder: Path) -> dict[str, str]:
-    """The startup file; what the environment of kernels has to say for it."""
+    """Write the startup file. Return the environment variables for kernels."""
     startup = folder / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "record.py").write_text(STARTUP)

@@ -1,7 +1,7 @@
-"""CUDA graphs emulated on a CPU: a recording repeats its operators on the same addresses with the same numbers.
+"""CUDA graphs emulated on a CPU: a replay repeats the captured operators on the same addresses with the same numbers.
 
-The recorder freezes host lengths, host tensors and Python branches, as a CUDA graph does. It refuses a host read and a
-tensor made of host values, as a capture does.
+The recorder freezes host lengths, host tensors and Python branches. It refuses host reads and tensors made from host
+values. CUDA graphs behave the same.
 """
 
 from collections import Counter
@@ -21,8 +21,6 @@ from bass_lab.checks.oracle import Oracle
 
 
 class Recorder(NothingReadByHost):
-    """Records each operator with its arguments and results."""
-
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -32,7 +30,7 @@ class Recorder(NothingReadByHost):
         result = super().__torch_dispatch__(operator, types, args, kwargs)
         if len(self.calls) == before:  # a composite operator recorded its parts
             given = {storage(tensor) for tensor in tensors((args, kwargs))}
-            # Views and arguments change by themselves. A replay copies new results into the old memory.
+            # Views and arguments change without a copy. A replay copies new results into the old memory.
             found = [tensor if storage(tensor) not in given else None for tensor in tensors(result)]
             self.calls.append((operator, args, kwargs or {}, found))
         return result
@@ -53,10 +51,9 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def recorded(device: torch.device):
-    """Replacement of `graphs.captured`."""
 
     def record(function):
-        function()  # warm-up: lazily made state is no part of a recording
+        function()  # warm-up: lazily made state is not captured
         with Recorder() as recorder:
             result = function()
 
@@ -76,7 +73,7 @@ def use_on_cpu(monkeypatch) -> None:
 
 
 class Known(Graphs):
-    """Graphs whose functions count as recorded from the first call."""
+    """Graphs that treat every function as captured from the first call."""
 
     def run(self, key, function):
         self._recordings[key] = function
@@ -84,7 +81,7 @@ class Known(Graphs):
 
 
 def use_fixed_steps(monkeypatch) -> None:
-    """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
+    """Let sessions take steps of fixed shapes, launched each time, and overlap steps as early as possible."""
 
     def step(self, eager, fall_back):
         eager.options = replace(eager.options, all_or_none=False)
@@ -95,7 +92,7 @@ def use_fixed_steps(monkeypatch) -> None:
 
 
 def _draw_again_what_is_taken_back(monkeypatch) -> None:
-    """Let the oracle of `enumeration` draw the random numbers of a revoked step again."""
+    """Let the oracle of `enumeration` draw the random numbers of a discarded step again."""
     oracles, use, take_back = [], Oracle._use, overlap.Overlap.take_back
 
     def noted(self, *key):
@@ -140,7 +137,7 @@ def pair(architecture="llama", **changes):
 
 
 def assert_same(models, prompts=PROMPTS[:3], new=16, **options):
-    """Recorded steps give the sequences, log-probabilities and trace of eager steps. Return both generations."""
+    """Compare captured with eager steps: sequences, log-probabilities and trace. Return both generations."""
     options = {"eos_token_id": (), "max_new_tokens": new} | options
     policy = options.pop("draft_length")
     make = policy if callable(policy) else lambda: policy

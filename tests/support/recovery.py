@@ -1,4 +1,4 @@
-"""Recovery: models that are easily disturbed, calls that fail at a chosen time, and the memory of caches."""
+"""Easily disturbed models, calls that fail at a chosen time, and the memory of caches."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ PROMPTS = ragged_prompts(5, 9, 13)
 
 
 def disturbed_pair() -> bass.ModelPair:
-    """Copies of models, in training mode in part. Their dropout would change the text."""
+    """Return copies of models, partly in training mode. Active dropout would change the text."""
     dropout = {"attention_dropout": 0.5}
     pair = bass.ModelPair(
         copy.deepcopy(tiny_model(dtype="float64", **dropout)),
@@ -28,7 +28,7 @@ def disturbed_pair() -> bass.ModelPair:
 
 
 def probed(pair: bass.ModelPair) -> bass.ModelPair:
-    """The pair after the probes of its attention, whose calls would otherwise be counted."""
+    """Probe the pair's attention, so that the probes' calls are not counted later."""
     for model in pair.models:
         probe.resolve(model)
     return pair
@@ -59,7 +59,7 @@ def assert_same_results(session, handles, other, other_handles) -> None:
 
 
 def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseException) -> None:
-    """Let call `number` (from 1) of owner.name raise. A module's `forward` stays: a hook before it raises."""
+    """Let call `number` (from 1) of owner.name raise. For a module's `forward`, a hook raises."""
     original, calls = getattr(owner, name), itertools.count(1)
 
     def failing(*args, **kwargs):
@@ -74,7 +74,7 @@ def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseExceptio
 
 
 class CacheMemory:
-    """Counts the bytes of all keys and values that caches have stored and that are still in memory."""
+    """Count the bytes of stored keys and values that are still in memory."""
 
     def __init__(self, monkeypatch):
         self._storages = []
@@ -96,6 +96,6 @@ class CacheMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that are not free yet, without a run of the garbage collector."""
+        """Return the bytes in memory, without running the garbage collector."""
         storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._storages]
         return sum(storage.nbytes() for storage in storages if storage is not None)

@@ -1,6 +1,6 @@
-"""References to code in prose: paths, links, `python -m module`, and in backticks names of ours or with an underscore.
+"""Find references to code in prose: paths, links, `python -m module`, and names in backticks.
 
-A name that begins with another package or an object, such as `torch.compile` or `policy.task`, is not looked at.
+Only our own names and names with an underscore count. Names of other packages or objects (`torch.compile`) do not.
 """
 
 import ast
@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {"bass_core": ".", "bass_lab": ".", "bass_kernels": "kernels"}  # package: where it lies
-SHORT = {"bass": "bass_core", "lab": "bass_lab"}  # as notebooks import them
+SOURCES = {"bass_core": ".", "bass_lab": ".", "bass_kernels": "kernels"}  # package: its folder
+SHORT = {"bass": "bass_core", "lab": "bass_lab"}  # names in notebooks
 FOLDERS = "bass_core|bass_lab|kernels|notebooks|pictures|tests"
 NAMED_FILE = re.compile(
     rf"(?<![\w/.<-])(?:(?:{FOLDERS})/[\w./*-]*[\w*/]|[\w/-]*\w\.(?:py|md)|\d\d_\w+\.ipynb)(?![\w<*])"
@@ -25,12 +25,12 @@ LINK = re.compile(r"\]\((?!https?:|#|data:)([^)#\s]+)[^)\s]*\)")
 QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 COMMENT = re.compile(r"(?:^|\s)# .*$", re.MULTILINE)
 OF_OURS = re.compile(rf"(?<![\w./`])(?:{'|'.join((*SHORT, *SOURCES))})(?:\.[A-Za-z_]\w*)+(?!\w)")
-FOREIGN = {"assistant_tokenizer", "model.generate", "inspect_notebook"}  # of transformers, of papermill
+FOREIGN = {"assistant_tokenizer", "model.generate", "inspect_notebook"}  # names of transformers and papermill
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
 def prose(path: Path) -> str:
-    """What a file says to its reader: all of a text, comments and docstrings of a module, cells of a notebook."""
+    """Return a file's prose: a whole text, comments and docstrings of a module, cells of a notebook."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return _said_by_code(text)
@@ -47,14 +47,14 @@ def _said_by_code(source: str) -> str:
 
 
 class Code:
-    """What exists: files, modules and classes of ours, and the words of our code."""
+    """The existing files, our modules and classes, and the words of our code."""
 
     def __init__(self):
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         lines = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         self.files = [name for name in lines if (ROOT / name).exists()]
         self.modules: dict[str, str] = {}  # sources by name
-        self.classes: dict[str, list[str]] = {}  # the modules that have a class of that name
+        self.classes: dict[str, list[str]] = {}  # modules with a class of this name
         for package, where in SOURCES.items():
             for path in (ROOT / where / package).rglob("*.py"):
                 parts = path.relative_to(ROOT / where).with_suffix("").parts
@@ -66,7 +66,7 @@ class Code:
 
     @cached_property
     def words(self) -> set[str]:
-        """All names that our code uses for anything, in tests and notebooks too, and words of its strings."""
+        """Return all names in our code, including tests and notebooks, and the words of its strings."""
         found: set[str] = set()
         for path in map(Path, self.files):
             if path.suffix == ".py" and path.stem != "test_references":
@@ -77,7 +77,7 @@ class Code:
         return found
 
     def stale(self, text: str, folder: Path = ROOT) -> Iterator[str]:
-        """The references in a text that lies in this folder to what does not exist."""
+        """Yield the references to missing code in a text of this folder."""
         for link in LINK.findall(text):
             if not (folder / link).exists():
                 yield link
@@ -112,19 +112,19 @@ class Code:
             return self._reaches(first, rest)
         modules = [module for module in self.modules if module.rpartition(".")[2] == first]
         classes = [(first, module) for module in self.classes.get(first, [])]
-        if not classes and (modules or "_" in first):  # such a name is often an object's: `trace` of a Trace
+        if not classes and (modules or "_" in first):  # often the name of an object: `trace` of a Trace
             of_name = [one for one in self.classes if _snake(one) == first]
             classes = [(one, module) for one in of_name for module in self.classes[one]]
         if not modules and not classes:
-            return True  # not ours
+            return True  # foreign
         owned = [(module, [one, rest[0]]) for one, module in classes]
         return any(self._reaches(*each) for each in [*((module, rest) for module in modules), *owned])
 
     def _reaches(self, module: str, names: list[str]) -> bool:
-        """Return True if the module has the first name, that object the second, and so on up to a class's member."""
+        """Return True if the module has the first name, the object the second name, and so on to a class's member."""
         try:
             thing = importlib.import_module(module)
-        except ImportError:  # a program of its own, whose imports are no packages
+        except ImportError:  # a separate program with imports outside of packages
             return re.search(rf"\b{names[0]}\b", self.modules[module]) is not None
         for name in names:
             if inspect.isclass(thing):
@@ -139,7 +139,7 @@ class Code:
 
 
 def _is_field(kind: type, name: str) -> bool:
-    """Return True if a class of ours, or a base of it, annotates the name or assigns it to `self`."""
+    """Return True if a class of ours, or a base class, annotates the name or assigns it to `self`."""
     ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in SOURCES]
     assigned = re.compile(rf"\bself\.{name}\b[^=\n]*=(?!=)")
     return any(
@@ -159,5 +159,5 @@ def _words(source: str) -> set[str]:
 
 
 def _snake(name: str) -> str:
-    """The name that an instance of a class usually has: `ragged_cache` of RaggedCache."""
+    """Return the usual name of a class's instance: `ragged_cache` of RaggedCache."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

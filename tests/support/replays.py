@@ -1,4 +1,4 @@
-"""For tests of replays: costs that can be worked out by hand, and traces whose coins are certain."""
+"""Costs that are easy to compute by hand, and traces with certain outcomes, for tests of replays."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 
 class Linear:
-    """A target pass costs 1, and more per token and per cached position of the batch; a drafted token `per_draft`.
+    """A target pass costs 1, plus costs per token and per cached position. A draft token costs `per_draft`.
 
-    Rows of unequal lengths are packed only on another attention path than "eager".
+    Rows of unequal lengths are packed, except on the attention path "eager".
     """
 
     def __init__(self, per_token=0.0, per_draft=0.1, per_key=0.0, other=0.0, kv_of_rows="mean", attention="eager"):
@@ -35,7 +35,7 @@ class Linear:
 
 
 class Stairs(Linear):
-    """Falls and climbs with k; rises with the batch and the KV length."""
+    """Costs that fall and rise with k, and rise with the batch and the KV length."""
 
     def __init__(self, seed):
         super().__init__()
@@ -46,7 +46,7 @@ class Stairs(Linear):
 
 
 def trace_of(*patterns, prompt=10, lengths=None):
-    """A trace whose coins are certain: "1" accepted, "0" rejected, from the second generated token on."""
+    """Return a trace with certain outcomes from the second generated token on: "1" accepted, "0" rejected."""
     fates = np.array([[1, *map(int, pattern)] for pattern in patterns])
     made = AcceptanceTrace.synthetic(alpha=0.5, length=fates.shape[1], sequences=len(fates), prompt_length=prompt)
     return replace(made, q=fates.astype(np.float32), lengths=np.array(lengths or [fates.shape[1]] * len(fates)))

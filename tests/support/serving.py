@@ -1,4 +1,4 @@
-"""A server for tests: in a thread of this process, or in a process of its own."""
+"""A server for tests, in a thread of this process or in another process."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PROMPT = "def add(a, b):\n"
 
 @contextmanager
 def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterator[Server]:
-    """Run a server of copies of these models on a free port of this machine. It drains when the block ends."""
+    """Serve copies of the models on a free local port. The server drains when the block ends."""
     target, draft = deepcopy((pair.target, pair.draft))
     server = Server(bass.ModelPair(target, draft, pair.tokenizer), Settings(name, **settings), lambda where: None)
     with bound("127.0.0.1", 0, None) as listening:
@@ -32,7 +32,7 @@ def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterato
         try:
             yield server
         finally:
-            with suppress(RuntimeError):  # it has ended by itself
+            with suppress(RuntimeError):  # already ended
                 server._loop.call_soon_threadsafe(server.drain)
             thread.join(20)
             assert not thread.is_alive()
@@ -63,7 +63,7 @@ def post(server: Server | str, path: str = "/v1/completions", **body: Any) -> ht
 
 @contextmanager
 def process(*options: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Start `bass serve`, yield its process and address, and kill it when the block ends."""
+    """Start `bass serve`, yield its process and address, and kill the process when the block ends."""
     command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json", *options]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -75,7 +75,6 @@ def process(*options: str, environment: dict[str, str] | None = None) -> Iterato
 
 
 def raw(server: Server, sent: bytes) -> bytes:
-    """Send bytes on a connection and return the answer."""
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(sent)

@@ -1,5 +1,3 @@
-"""Sessions: a pair with prompts, and the result of a row without other rows."""
-
 import torch
 from tiny import ragged_prompts, tiny_model
 
@@ -27,10 +25,9 @@ def run_to_the_end(session: bass.Session) -> None:
 
 
 def alone(row: int, prompt, new: int, **options):
-    """The result of a row in a session of its own."""
     session = session_over(max_batch_size=1, **options)
     for _ in range(row):
-        session.submit(prompt, max_new_tokens=0)  # the row's number names its random numbers
+        session.submit(prompt, max_new_tokens=0)  # random numbers depend on the row's number
     handle = session.submit(prompt, max_new_tokens=new)
     run_to_the_end(session)
     return session.result(handle)

@@ -1,5 +1,3 @@
-"""Numbers in memory that no row may read."""
-
 import torch
 
 import bass_core as bass
@@ -7,7 +5,7 @@ import bass_core as bass
 
 @torch.inference_mode()
 def poison_stale_slots(session: bass.Session, value: float = 1e4) -> int:
-    """Fill all slots beyond a row's text or source in the caches of both models. Return the number of buffers."""
+    """Fill all KV slots beyond a row's text or source in the caches of both models. Return the number of buffers."""
     live, poisoned = len(session.rows.live), 0
     known = [(session.target, session.rows.lengths_host - 1)]
     if (draft := getattr(session.drafter, "runner", None)) is not None:

@@ -1,5 +1,3 @@
-"""A notebook that runs in no time, and an executor without a kernel, for the tests of sweeps."""
-
 from __future__ import annotations
 
 import json
@@ -39,8 +37,8 @@ if output:
 
 
 def stub(folder: Path, *more: str, name: str = "stub") -> Path:
-    """Write a notebook that notes its start, waits, fails on demand and records a line per factor."""
-    import nbformat  # tests of processes run without it
+    """Write a notebook that notes its start, waits, fails on request and records a line per factor."""
+    import nbformat  # tests of processes run without nbformat
 
     cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *more, BEGIN, END)]
     cells[0].metadata["tags"] = ["parameters"]
@@ -51,7 +49,7 @@ def stub(folder: Path, *more: str, name: str = "stub") -> Path:
 
 
 class Instant:
-    """An executor whose runs end at once with these outcomes, then with DONE. records: the text that each writes."""
+    """An executor with these outcomes for its first runs, then DONE. records: the text of each run's records."""
 
     jobs = 1
 
@@ -81,7 +79,7 @@ class Ended(NamedTuple):
 
 
 def forked(action: Callable[[], None]) -> int:
-    """Run a function in a forked process with this one's imports. Return the process id."""
+    """Run a function in a fork of this process. Return the process id."""
     child = os.fork()
     if child:
         return child
@@ -97,7 +95,6 @@ def forked(action: Callable[[], None]) -> int:
 
 
 def alive(process: int) -> bool:
-    """Return True if a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""One factory for tiny models of every architecture: random weights, large enough that argmaxes vary."""
+"""Make tiny models of every architecture. The random weights are large enough that argmaxes vary."""
 
 import copy
 import functools
@@ -16,8 +16,8 @@ from bass_core.model.forward_pass import current_pass
 
 VOCABULARY = 97
 CONTEXT = 96
-BYTES = 3 + 256  # the vocabulary of `byte_tokenizer`
-WINDOW = 8  # shorter than the tests' prompts, so that sliding windows bite
+BYTES = 3 + 256  # vocabulary of `byte_tokenizer`
+WINDOW = 8  # shorter than the tests' prompts
 
 _COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _COMMON["tie_word_embeddings"] = False
@@ -26,7 +26,7 @@ _LLAMA_LIKE = _COMMON | _SMALL | {"intermediate_size": 48, "num_key_value_heads"
 _GPT_LIKE = _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 
 _GEMMA = _LLAMA_LIKE | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-_LATENT = {  # keys are wider than values
+_LATENT = {  # keys wider than values
     "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
@@ -69,16 +69,16 @@ _OPTIONS = {  # architecture: model type and options
 }
 
 REFUSED = ("bloom", "bamba", "llama4", "gpt_neo", "doge")
-SUPPORTED = [name for name in _OPTIONS if name not in (*REFUSED, "mpt")]  # MPT: on the path "eager" alone
+SUPPORTED = [name for name in _OPTIONS if name not in (*REFUSED, "mpt")]  # MPT: only on the path "eager"
 
 
 @functools.cache
 def tiny_model(
     architecture: str = "llama", seed: int = 0, dtype: str = "float32", noise: float = 0.0, **changes
 ) -> PreTrainedModel:
-    """A tiny random model in evaluation mode. The same arguments give the same object.
+    """Return a tiny random model in evaluation mode. The same arguments give the same object.
 
-    noise > 0: the model of that seed with its weights disturbed, as a draft.
+    noise > 0: the model of that seed with disturbed weights, as a draft.
     """
     model_type, options = _OPTIONS[architecture]
     torch.manual_seed(seed)
@@ -94,8 +94,7 @@ def tiny_model(
 
 
 def with_adapter(config=None):
-    """A tiny model in a PeftModel, with an adapter that changes its text."""
-    peft = pytest.importorskip("peft")  # here: a GPU box may be without it
+    peft = pytest.importorskip("peft")  # here: a GPU machine may lack peft
     torch.manual_seed(1)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(copy.deepcopy(tiny_model(vocab_size=BYTES)), config or lora).eval()
@@ -103,7 +102,6 @@ def with_adapter(config=None):
 
 @functools.cache
 def feature_head(target: PreTrainedModel, seed: int = 0, layers: int = 1) -> FeatureHead:
-    """A random feature head for this target, in its dtype."""
     torch.manual_seed(seed)
     config, width = target.config.get_text_config(), target.get_input_embeddings().embedding_dim
     head = FeatureHeadConfig(
@@ -114,7 +112,6 @@ def feature_head(target: PreTrainedModel, seed: int = 0, layers: int = 1) -> Fea
 
 
 def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
-    """Random prompts of these lengths, without special ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
 
@@ -122,7 +119,7 @@ def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 def greedy_alone(
     model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None, **options
 ) -> torch.Tensor:
-    """transformers' own greedy decoding of one prompt: the generated ids."""
+    """Return the new ids of transformers' greedy decoding of one prompt."""
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0, **options)
     before, model.generation_config = model.generation_config, GenerationConfig()  # or its own EOS would fill in
     try:
@@ -133,14 +130,13 @@ def greedy_alone(
 
 
 def assert_greedy(out, model: PreTrainedModel, prompts: list[torch.Tensor], new: int, **options) -> None:
-    """Every sequence of a generation is transformers' greedy text."""
     for prompt, sequence in zip(prompts, out.sequences, strict=True):
         expected = greedy_alone(model, prompt.to(model.device), new, **options)
         assert sequence.tolist() == expected.tolist()
 
 
 def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, after <pad>, <s> and </s>. swap: two ids that change places."""
+    """Return a tokenizer with a token per UTF-8 byte, after <pad>, <s> and </s>. swap: two exchanged ids."""
     tokens = ["<pad>", "<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
     if swap is not None:
         tokens[swap[0]], tokens[swap[1]] = tokens[swap[1]], tokens[swap[0]]
@@ -155,11 +151,11 @@ def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFa
 
 @contextmanager
 def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """The [B, Q] of every forward pass of these models inside the context, packed or not."""
+    """Yield the list of [B, Q] of every forward pass of these models inside the context, packed or not."""
     shapes = []
 
     def note(module, args, kwargs):
-        current = current_pass()  # None in passes that are not the engine's
+        current = current_pass()  # None outside the engine's passes
         shapes.append(tuple((kwargs["input_ids"] if current is None else current.positions).shape))
 
     with ExitStack() as hooks:

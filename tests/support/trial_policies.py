@@ -1,4 +1,4 @@
-"""Draft-length policies for tests: what the interface allows, used to the full."""
+"""Draft-length policies for tests of the whole interface."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from bass_lab.policies.objective import first_finished
 
 
 class StopWhenUnsure(DraftLengthPolicy):
-    """Stops inside a step, by the draft's distribution before x_j is drawn."""
+    """Stop inside a step by the draft's distribution before x_j is drawn."""
 
     def __init__(self, most: int = 3, at_least: float = 0.6):
         self.most, self.at_least = most, at_least
@@ -26,7 +26,7 @@ class StopWhenUnsure(DraftLengthPolicy):
 
 
 class PerRow(DraftLengthPolicy):
-    """Another length for every row and step, from the past of *all* rows; 0 among them."""
+    """Choose another length (also 0) for every row and step, from the past of *all* rows."""
 
     def __init__(self, most: int = 2):
         self.most = most
@@ -36,7 +36,7 @@ class PerRow(DraftLengthPolicy):
 
 
 class Alternating(DraftLengthPolicy):
-    """`zeros` steps of regular decoding, then one with k: the draft has to catch up."""
+    """Take `zeros` regular steps, then one step with k: the draft has to catch up."""
 
     def __init__(self, k: int = 3, zeros: int = 1):
         self.k, self.zeros, self._count = k, zeros, 0
@@ -50,8 +50,6 @@ class Alternating(DraftLengthPolicy):
 
 
 class Fickle(Alternating):
-    """It predicts that all stays as it is."""
-
     def plan(self, rows):
         self._last = super().plan(rows)
         return self._last
@@ -61,7 +59,7 @@ class Fickle(Alternating):
 
 
 class TakingTurns(DraftLengthPolicy):
-    """One row drafts k tokens, each step another one: the others are not fed, and catch up when it is their turn."""
+    """Let one row draft k tokens, each step another row. The other rows are not fed, and catch up later."""
 
     def __init__(self, k: int = 3):
         self.k = k
@@ -95,7 +93,7 @@ CHEAP, DEAR = Line(), Line(draft=0.5, verify=0.2)
 
 
 def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
-    """Every policy of the library that adapts, in states in which it does all that it can; at most `limit` drafts."""
+    """Return every adaptive policy of the library, in states that use all its branches, with at most `limit` drafts."""
     lengths = range(limit + 1)
     return {
         "algorithm 1": lambda: bass.BassHeuristic(initial=2),

@@ -1,4 +1,4 @@
-"""A user's program for `mypy --strict`: each reveal_type says what the public API is to a type checker. Never run."""
+"""A user's program for `mypy --strict`. Each reveal_type shows the type of a public name. Never run."""
 
 import asyncio
 from typing import reveal_type

@@ -1,11 +1,8 @@
-"""Wait for what another thread or process does."""
-
 import time
 from collections.abc import Callable
 
 
 def until(holds: Callable[[], object], seconds: float = 20) -> None:
-    """Wait for a condition. Raise AssertionError after the seconds."""
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends, f"it did not come to pass in {seconds} s"
