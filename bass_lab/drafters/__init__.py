@@ -1,4 +1,4 @@
-"""Drafters that lessons compare, and that lost by the project's own measurements."""
+"""Drafters for comparison in the lessons. None won in the project's measurements."""
 
 from bass_core import drafters
 from bass_core.drafters import Drafter
@@ -6,6 +6,6 @@ from bass_lab.drafters.layer_skip import LayerSkipDrafter
 
 
 def named(name: object) -> Drafter | None:
-    """Return the drafter of a name: "ngram", "suffix" or "layers:N" (the target's first N layers), else None."""
+    """Return the drafter for "ngram", "suffix" or "layers:N" (the target's first N layers), else None."""
     count = name.removeprefix("layers:") if isinstance(name, str) and name.startswith("layers:") else ""
     return LayerSkipDrafter(int(count)) if count.isdecimal() else drafters.named(name)

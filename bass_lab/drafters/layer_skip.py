@@ -1,4 +1,4 @@
-"""Drafts with the target's own first layers and its head: self-speculation, without a second model."""
+"""Self-speculation: the first layers and the head of the target model draft, without a second model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bass_core.model.encoder_decoder import Encoded, Source
 
 
 class LayerSkipDrafter(ModelDrafter):
-    """The target's first `layers` layers and its head draft (Zhang et al. 2023; LayerSkip: Elhoushi et al. 2024).
+    """Draft with the target's first `layers` layers and its head (Zhang et al. 2023; LayerSkip: Elhoushi et al. 2024).
 
-    Its own is only their cache. It is worth much for targets that were trained for it.
+    The drafter adds only a KV cache. The method pays for target models with early-exit training.
     """
 
     def __init__(self, layers: int):
@@ -28,25 +28,25 @@ class LayerSkipDrafter(ModelDrafter):
         self.layers = layers
 
     def begin(self, setting: Setting) -> Self:
-        """Raises ValueError for a target that has no more layers than these, or that its first layers do not make."""
+        """Return the drafter of one session. Raises ValueError if `first_layers` cannot shorten the target model."""
         short = first_layers(setting.target, self.layers)
         return self._over(short, probe.resolve(short, setting.paths[0]), setting)
 
     def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
-        self.runner.read(encoded, places)  # the encoder is the target's, too
+        self.runner.read(encoded, places)  # the target model's encoder output serves both
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """Return the model with its first `count` layers, weights shared. Raises ValueError for a model that has no more
-    layers, that is decoding, or that has a `forward` of its own."""
+    """Return the model with its first `count` layers and shared weights. Raises ValueError if the model has at most
+    `count` layers, is decoding, or has a replaced `forward`."""
     if "_bass_path" in vars(model):
-        raise ValueError(f"{type(model).__name__} is decoding at this moment; begin this draft before or after")
+        raise ValueError(f"{type(model).__name__} is decoding at this moment; start this drafter before or after")
     layers = layers_of(model)
     if count >= len(layers):
-        raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and {count} of them were to draft for it")
+        raise ValueError(f"{type(model).__name__} has only {len(layers)} layers; draft with fewer, got {count}")
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    if not config.is_encoder_decoder:  # there these may be the encoder's, which is not cut
+    if not config.is_encoder_decoder:  # else num_hidden_layers may count the encoder, which stays whole
         text.num_hidden_layers = count
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:count]
@@ -54,15 +54,15 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def _shortened(module: nn.Module, layers: list[nn.Module], count: int, configs: dict[int, object]) -> nn.Module:
-    """A copy of the module down to the list of layers, which is cut; what lies beside that way is shared. Hooks of what
-    is copied are not: they are for passes of the whole model."""
+    """Return a copy of the modules on the path to the list of layers, with that list cut. Other modules are shared.
+    Hooks of copied modules are dropped, because hooks belong to passes of the whole model."""
     if isinstance(module, nn.ModuleList) and list(module) == layers:
         return nn.ModuleList(layers[:count])
     if layers[0] not in list(module.modules()):
         return module
     if "forward" in vars(module):  # torch.compile(model.forward), functools.partial
         raise ValueError(
-            f"{type(module).__name__} has a forward of its own, which runs all layers; replace it after the draft began"
+            f"{type(module).__name__} has a forward of its own that runs all layers; replace it after the session began"
         )
     short = copy.copy(module)
     vars(short).update((name, configs[id(value)]) for name, value in vars(module).items() if id(value) in configs)

@@ -1,1 +1,1 @@
-"""What only the lessons use: figures, widgets and small demonstrations, one module per lesson."""
+"""Figures, widgets, demonstrations and exercises of the lessons, in modules per lesson."""

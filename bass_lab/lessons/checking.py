@@ -1,7 +1,7 @@
-"""How an exercise is checked: `check_<name>(your_function)` compares it with a plain reference on many cases.
+"""Check an exercise: `check_<name>(your_function)` compares a function with a plain reference on many cases.
 
-A check prints one line and returns whether the function is right. The stub raises NotImplementedError and is "not
-solved yet"; a wrong one is told the first case that it fails. What the function raises passes through.
+A check prints one line and returns True if the function is right. A stub with NotImplementedError is "not solved yet".
+For a wrong function the line shows the first failed case. Other exceptions of the function pass through.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-Fault = Callable[[object], str]  # what is wrong with a result; empty: nothing
-Case = tuple[str, tuple, Fault]  # description, arguments, judge of the result
+Fault = Callable[[object], str]  # message about a wrong result; empty if right
+Case = tuple[str, tuple, Fault]  # description, arguments, judgement of the result
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖ in float64; infinite for another shape, or where a number is missing (NaN)."""
+    """Return ‖found - wanted‖ / ‖wanted‖ in float64; infinite for different shapes or NaN."""
     if found.shape != wanted.shape or not found.isfinite().all():
         return float("inf")
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def with_hint(told: str, mistakes: Mapping[str, object], made: Callable[[object], bool]) -> str:
-    """Return the sentence, and in brackets the first of the usual mistakes that was made."""
+    """Return the sentence, with the first matching common mistake in brackets."""
     hint = next((said for said, mistake in mistakes.items() if made(mistake)), "")
     return f"{told} ({hint})" if hint else told
 
 
 def equals(wanted: object, result: object) -> str:
-    """Say what is wrong with a result that is not the wanted one."""
+    """Return a message if the result differs from the wanted result, else ""."""
     return "" if result == wanted and result is not None else f"expected {wanted!r}, got {result!r}"
 
 

@@ -1,4 +1,4 @@
-"""Live views for notebooks: a race of two decoders, and one slider. Each leaves a static picture behind."""
+"""Live views of lesson 00: a race of two decoders, and a draft length slider. Each leaves a static picture."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 
-LAUNCHED = """ (On a GPU kernels are launched one by one for this picture, since it keeps every token. The speeds
-further down are of recorded steps.)"""
+LAUNCHED = """ (This picture keeps every token, so on a GPU all kernels are launched one by one. The speeds
+further down are measured with captured CUDA graphs.)"""
 
 
 class Race:
-    """Regular and speculative decoding of the same prompts, shown side by side with two clocks.
+    """Regular and speculative decoding of the same prompts, side by side with two clocks.
 
-    `regular` and `speculative` are the two `Generation`s, `seconds` the two wall times, `identical` the rows with equal
+    regular, speculative: the two `Generation`s. seconds: the two wall times. identical: number of rows with equal
     tokens.
     """
 
     def __init__(
         self, pair: ModelPair, prompts: Sequence[str], shown: int = 0, draft_length: int | None = 5, **options
     ):
-        """shown: the row whose text is drawn. draft_length: None is the default policy. options: as in `generate`."""
+        """shown: the displayed row. draft_length: None is the default policy. options: as in `generate`."""
         self.pair, self.prompts, self.shown = pair, list(prompts), shown
         self.options = {"trace": "tokens", **options}
         self.draft_length = draft_length
@@ -40,7 +40,7 @@ class Race:
         self._text: dict[str, str] = {"regular": "", "speculative": ""}
 
     def run(self) -> Race:
-        """Decode twice, after a few tokens to warm up; in a notebook the picture follows live. Returns itself."""
+        """Decode twice after a short warm-up, with a live picture in a notebook. Return self."""
         generate(self.pair, self.prompts, draft_length=self.draft_length, **self.options | {"max_new_tokens": 8})
         view = _LiveHtml(self)
         self.regular = self._decode("regular", 0, view)
@@ -50,13 +50,13 @@ class Race:
 
     @property
     def identical(self) -> int:
-        """Rows whose tokens are the same in both runs."""
+        """Number of rows with the same tokens in both runs."""
         pairs = zip(self.regular.sequences, self.speculative.sequences, strict=True)
         return sum(a.tolist() == b.tolist() for a, b in pairs)
 
     def _decode(self, name: str, draft_length: int, view: _LiveHtml) -> Generation:
         shown_tokens: list[int] = []
-        drawing = 0.0  # the clock stands while the picture is drawn
+        drawing = 0.0  # seconds of drawing, excluded from the clock
         started = time.perf_counter()
 
         def on_step(event) -> None:
@@ -94,8 +94,8 @@ class Race:
     def _column(self, name: str) -> str:
         detail = "one token per row and pass"
         if name == "speculative":
-            chosen = "as the default policy says" if self.draft_length is None else f"{self.draft_length}"
-            detail = f"{chosen} drafted per row and pass"
+            chosen = "the default policy's number of" if self.draft_length is None else f"{self.draft_length}"
+            detail = f"{chosen} draft tokens per row and pass"
             if self.speculative is not None:
                 detail += f", {self.speculative.trace.summary()['tokens_per_step']:.2f} tokens per step"
         text = f"<p style='margin:4px 0;font-size:90%'>{detail}</p>{self._text[name]}"
@@ -103,7 +103,7 @@ class Race:
 
 
 class _LiveHtml:
-    """An HTML output that is redrawn at most ten times a second; does nothing outside a notebook."""
+    """HTML output with at most ten redraws per second. Outside a notebook it does nothing."""
 
     def __init__(self, content: Race):
         self._content, self._last = content, 0.0
@@ -122,7 +122,7 @@ class _LiveHtml:
 def _timed(
     pair: ModelPair, prompts: Sequence[str], k: int, max_new_tokens: int = 128, seed: int = 0, **options
 ) -> tuple[Generation, dict[str, float]]:
-    """A run with this draft length, and its figures as both views below show them."""
+    """Return a run with this draft length, and the numbers for the slider and the table."""
     with KeptSession(pair, len(prompts), draft_length=k, **options) as decode:
         out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
     summary = out.trace.summary()
@@ -131,10 +131,10 @@ def _timed(
 
 
 def draft_length_slider(pair: ModelPair, prompts: Sequence[str], value: int = 5, **options) -> ipywidgets.VBox:
-    """A slider for the draft length above the acceptance raster of a run with it.
+    """Return a draft length slider above the acceptance raster of a run.
 
-    Children: slider, sentence, figure; setting `slider.value` decodes again. A check compares with regular decoding's
-    text.
+    Children: slider, sentence, figure. A new `slider.value` decodes again. The sentence compares the text with regular
+    decoding.
     """
     reference = generate(pair, prompts, draft_length=0, **options).sequences
 
@@ -152,6 +152,6 @@ def draft_length_slider(pair: ModelPair, prompts: Sequence[str], value: int = 5,
 
 
 def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:
-    """What `draft_length_slider` shows, as a table: tokens per step, alpha and tokens/s per draft length."""
+    """Return tokens per step, alpha and tokens/s per draft length, as in `draft_length_slider`."""
     lines = {k: _timed(pair, prompts, k, **options)[1] for k in lengths}
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis("draft length")

@@ -1,4 +1,4 @@
-"""Lesson 01: what one step of speculative decoding costs, decides and yields."""
+"""Lesson 01: cost, decisions and tokens of one step of speculative decoding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bass_lab.show import token_views
 
 
 class _Cycle(DraftLengthPolicy):
-    """0, 1, …, most tokens in turn: all lengths are timed side by side, on the same rows."""
+    """Cycle through draft lengths 0, 1, …, most, so that all lengths are timed on the same rows."""
 
     def __init__(self, most: int):
         self.lengths = itertools.cycle(range(most + 1))
@@ -43,9 +43,9 @@ class _Cycle(DraftLengthPolicy):
 def measured_costs(
     pair: ModelPair, prompts: Sequence[str], temperature: float, most: int = 8, repeats: int = 7
 ) -> pd.DataFrame:
-    """Medians over interleaved repeats of decode steps of these rows, by n = 1 … most + 1 submitted tokens per row.
+    """Return median times of interleaved decode steps with n = 1 … most + 1 submitted tokens per row.
 
-    Columns n, target_ms (one target pass over n tokens of every row), draft_ms (drafting n - 1 of them).
+    Columns: n, target_ms (a target pass over n tokens of every row), draft_ms (n - 1 draft passes).
     """
     require_draft_model(pair)
     limit = (repeats + 1) * (most + 1) * (most + 2) // 2  # no row ends before the last repeat
@@ -56,23 +56,23 @@ def measured_costs(
         session.step()  # prefill
         for _ in range((repeats + 1) * (most + 1)):
             session.step()
-    steps = session.trace.steps.query("kind == 'decode'").drop_duplicates("step").iloc[most + 1 :]  # one round warms up
+    steps = session.trace.steps.query("kind == 'decode'").drop_duplicates("step").iloc[most + 1 :]  # minus warm-up
     found = steps.groupby("drafted")[["verify_ms", "draft_ms"]].median().reset_index()
     draft_ms = found.draft_ms.where(found.drafted > 0, 0.0)
     return pd.DataFrame({"n": found.drafted + 1, "target_ms": found.verify_ms, "draft_ms": draft_ms})
 
 
 def roofline_ms(work: StepWork, rows: int, n: int, context: int) -> float:
-    """Return the least milliseconds of a bf16 pass over n new tokens of each row on an H100: of bytes or of operations.
+    """Return the least milliseconds of a bf16 pass over n new tokens per row on an H100, by bytes and FLOPs.
 
-    Launches and the new keys and values are not counted: where memory is the limit, n costs nothing.
+    Launches and the new keys and values are not counted, so a memory-bound pass does not depend on n.
     """
     read = work.bytes(rows, 0, context)
     return 1e3 * max(read / H100.bandwidth, work.flops(rows, n, context) / H100.flops)
 
 
 def h100_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
-    """As `measured_costs`, for `TARGET_8B` and `DRAFT_310M` on an H100, by `roofline_ms`."""
+    """Return the table of `measured_costs` for `TARGET_8B` and `DRAFT_310M` on an H100, by `roofline_ms`."""
     n = np.arange(1, most + 2)
     target = [roofline_ms(TARGET_8B, rows, tokens, context) for tokens in n.tolist()]
     draft = (n - 1) * roofline_ms(DRAFT_310M, rows, 1, context)
@@ -80,8 +80,8 @@ def h100_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
 
 
 def recorded_costs(record: GpuRecord | None, rows: int, most: int = 8, context: int = 512) -> dict[str, pd.DataFrame]:
-    """As `measured_costs`, by curve name, from the costs that a GPU recorded (none: empty), of at most the rows
-    measured."""
+    """Return the table of `measured_costs` by curve name, from recorded costs of a GPU. Empty without a record. The
+    number of rows is limited to the measured batch sizes."""
     if record is None:
         return {}
     cost: CostModel = record.content
@@ -92,11 +92,11 @@ def recorded_costs(record: GpuRecord | None, rows: int, most: int = 8, context: 
 
 
 def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float) -> pd.DataFrame:
-    """Per curve: T(1), T(k + 1), k drafts in ms; a step's cost in T(1); the speed-up. ValueError for a k not timed."""
+    """Return T(1), T(k + 1), k draft passes (ms), step cost (T(1)), speed-up. Raises ValueError if k was not timed."""
     lines = {}
     for name, costs in curves.items():
         if not 0 <= k < len(costs):
-            raise ValueError(f"k must be from 0 to {len(costs) - 1}, the draft lengths that were timed; got {k}")
+            raise ValueError(f"k must be from 0 to {len(costs) - 1} (the timed draft lengths), got {k}")
         by_n = costs.set_index("n")
         one, many, draft = by_n.target_ms[1], by_n.target_ms[k + 1], by_n.draft_ms[k + 1]
         cost = (many + draft) / one
@@ -107,34 +107,34 @@ def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float
 
 @dataclass(frozen=True)
 class Story:
-    """One sequence, draft by draft.
+    """One decoded sequence with the decision on every draft token.
 
-    prompt: its ids. lines: step, slot (from 1; the prompt's own pass: 0), position, token, text, p, q, accept (the
-    smaller of 1 and p/q), u, verdict: accepted, rejected, not reached, or of a step's own last token recovered, bonus
-    or regular.
+    prompt: ids. lines: step, slot (from 1; 0 in the prefill), position, token, text, p, q, accept (min(1, p/q)), u,
+    verdict. Verdicts of draft tokens: accepted, rejected, not reached. Verdicts of the step's last token: recovered,
+    bonus, regular.
     """
 
     prompt: Tensor
     lines: pd.DataFrame
 
     def before(self, position: int) -> Tensor:
-        """Ids of the text that ends before this position."""
+        """Return the ids of the text before this position."""
         generated = self.committed[self.committed.position < position].token
         return torch.cat([self.prompt, torch.tensor(generated.to_numpy(), dtype=torch.int64)])
 
     @property
     def committed(self) -> pd.DataFrame:
-        """The lines of the tokens that are in the text, in its order."""
+        """Lines of the committed tokens, in text order."""
         return self.lines[~self.lines.verdict.isin(["rejected", "not reached"])].sort_values("position")
 
     @property
     def disagreement(self) -> pd.Series:
-        """The first rejected draft; the first draft if none was rejected."""
+        """Line of the first rejected draft token, or of the first draft token without rejections."""
         drafts = self.lines.dropna(subset="u")
         return drafts.loc[(drafts.verdict == "rejected").idxmax()]
 
     def telling_steps(self) -> list[int]:
-        """The first step with a rejection after acceptances, the first with one at once, the first without one."""
+        """Return the first step with a late rejection, the first with a rejection at slot 1, the first without any."""
         steps = self.lines[self.lines["slot"] > 0].groupby("step").verdict.agg(list)
         wanted = (
             lambda verdicts: verdicts[0] == "accepted" and "rejected" in verdicts,
@@ -147,17 +147,17 @@ class Story:
 def story(
     pair: ModelPair, prompt: str, *, draft_length: int, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> Story:
-    """Decode one prompt by token verification and tell every decision; u is hashed again from its key.
+    """Decode one prompt by token verification, and return every decision. u is hashed again from its key.
 
-    Raises ValueError at temperature 0, which leaves nothing to chance, and without a draft model.
+    Raises ValueError at temperature 0 (no random decisions) and without a draft model.
     """
     require_draft_model(pair)
     if not temperature > 0:
-        raise ValueError(f"the story needs temperature > 0 (greedy decoding draws nothing), got {temperature!r}")
+        raise ValueError(f"the story needs temperature > 0 (greedy decoding is deterministic), got {temperature!r}")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "tokens"}
     lines = token_views.outcomes(generate(pair, [prompt], draft_length=draft_length, **options).trace)
     lines = lines.rename(columns={"outcome": "verdict"}).assign(own=~lines.kind.isin(["accepted", "rejected"]))
-    ends = ~lines.own.groupby(lines.step).transform("any")  # on EOS among its drafts: what came after it is no story
+    ends = ~lines.own.groupby(lines.step).transform("any")  # steps that end with an accepted EOS
     lines = lines[~(ends & (lines.kind == "rejected"))].reset_index(drop=True)
     lines["slot"] = np.where(lines.step > 0, lines.groupby("step").cumcount() + 1, 0)
     lines["accept"] = (lines.p / lines.q).clip(upper=1).mask(lines.own)
@@ -168,7 +168,7 @@ def story(
 
 
 def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.ndarray:
-    """u of row 0's draft in that slot (from 1) of that step; one row's own steps are the session's."""
+    """Return u of row 0 at each step and slot (from 1). With one row, its steps are the session's steps."""
     counter = torch.tensor(steps.to_numpy(), dtype=torch.int64)
     slot = torch.tensor(slots.to_numpy() - 1, dtype=torch.int64)
     stream = torch.full_like(counter, randomness.stream(seed, 0))
@@ -177,8 +177,8 @@ def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.nda
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, ids: Tensor, count: int, vocabulary: int) -> Tensor:
-    """Logits [count, vocabulary] after each of the last `count` of these ids, by one pass without a cache. Ids that the
-    model lacks get -inf; it reads them as its own last id."""
+    """Return the logits [count, vocabulary] after each of the last `count` ids, from one pass without a cache. Ids
+    outside the model's vocabulary get -inf. As input, such ids are replaced by the model's last id."""
     known = ids.clamp(max=model.config.get_text_config().vocab_size - 1).to(model.device)
     with plain_decoding.plain(model):
         logits = model(input_ids=known[None], use_cache=False).logits[0, -count:, :vocabulary]
@@ -186,7 +186,7 @@ def plain_logits(model: PreTrainedModel, ids: Tensor, count: int, vocabulary: in
 
 
 def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Target's and draft's logits [V] after these ids, by plain forward passes; ids that the draft lacks get -inf."""
+    """Return the logits [V] of target and draft after these ids, as `plain_logits`."""
     require_draft_model(pair)
     vocabulary = pair.target.config.get_text_config().vocab_size
     target, draft = (plain_logits(model, ids, 1, vocabulary)[0] for model in (pair.target, pair.draft))
@@ -194,7 +194,7 @@ def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
-    """p and q [V] at this temperature, float64. logits: as of `next_logits`."""
+    """Return p and q at this temperature, float64 [V]. logits: of `next_logits`."""
     params = SamplingParams(temperature=temperature)
     return tuple(sampling.probabilities(part.double(), params) for part in logits)
 
@@ -202,8 +202,8 @@ def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Ten
 def acceptance_runs(
     pair: ModelPair, prompt_sets: Mapping[str, Sequence[str]], lengths: Sequence[int], **options
 ) -> pd.DataFrame:
-    """Drafts accepted by each decode step of each row: columns prompts, k, row, step, accepted. Steps cut short by the
-    end of their row are left out, and rows do not stop on EOS. options: as in `generate`."""
+    """Return the accepted length of each decode step and row: columns prompts, k, row, step, accepted. Rows do not stop
+    at EOS. Steps with a shorter draft at a row's end are left out. options: as in `generate`."""
     parts = []
     for (name, prompts), k in itertools.product(prompt_sets.items(), lengths):
         out = generate(pair, prompts, draft_length=k, eos_token_id=(), **options)
@@ -213,7 +213,7 @@ def acceptance_runs(
 
 
 def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Per prompt set and k: acceptance rate, α, tokens per step measured (with a 95% half-width) and by formula."""
+    """Return acceptance rate, α, and tokens per step (measured with 95% half-width, formula) per prompt set and k."""
     lines = {}
     for name, part in runs.groupby("prompts", sort=False):
         formula = expected_tokens(alpha(part.k, part.accepted), part.k.max())
@@ -225,7 +225,7 @@ def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def acceptance_by_slot(runs: pd.DataFrame) -> pd.DataFrame:
-    """Per prompt set and slot: reached (steps that accepted all before it, over all k), share accepted of these."""
+    """Return per prompt set and slot: reached (steps with all earlier slots accepted, any k), accepted (share)."""
     lines = {}
     for name, part in runs.groupby("prompts", sort=False):
         for slot in range(1, int(part.k.max()) + 1):
@@ -237,10 +237,10 @@ def acceptance_by_slot(runs: pd.DataFrame) -> pd.DataFrame:
 def speed_table(
     pair: ModelPair, prompt_sets: Mapping[str, Sequence[str]], lengths: Sequence[int], costs: pd.DataFrame, **options
 ) -> pd.DataFrame:
-    """Speed over regular decoding per prompt set and k, by the clock and by tokens per step ÷ step cost.
+    """Return the speed relative to regular decoding per prompt set and k: expected and measured.
 
-    costs: of as many rows, from `measured_costs`. options: as in `benchmark.compare`. Columns prompts, k, tokens per
-    step, step cost, expected, measured, low, high (95% interval).
+    expected: tokens per step ÷ step cost. costs: from `measured_costs`, for as many rows. options: as in
+    `benchmark.compare`. Columns: prompts, k, tokens per step, step cost, expected, measured, low, high (95% interval).
     """
     lines = []
     for name, prompts in prompt_sets.items():

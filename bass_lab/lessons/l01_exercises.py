@@ -1,4 +1,4 @@
-"""Exercises of lesson 01: the acceptance rule, what it yields, and block verification."""
+"""Exercises of lesson 01: the acceptance rule, expected tokens per step, and block verification."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CLOSE = 1e-9
 
 
 def check_accept_or_recover(accept_or_recover: Callable) -> bool:
-    """accept_or_recover(p, q, drafted) -> (chance, law): what becomes of one drafted token.
+    """Check accept_or_recover(p, q, drafted) -> (chance, distribution), the decision on one draft token.
 
-    p, q: the target's and the draft's law, float64 [V], with zeros here and there; drafted: an id drawn from q. chance:
-    that it is accepted; law [V]: what the token is drawn from otherwise (any law, if that cannot happen). Right is what
-    gives the text the target's law and accepts as often as is possible.
+    p, q: distributions of target and draft, float64 [V], with some zeros. drafted: an id drawn from q. chance: the
+    acceptance probability. distribution [V]: source of the recovered token (anything, if no rejection is possible). A
+    right rule gives the text the target's distribution and accepts as often as possible.
     """
     return check(lambda p, q: [accept_or_recover(p, q, x) for x in range(len(q)) if q[x] > 0], _rule_cases())
 
 
 def judged_by(accept_or_recover: Callable) -> Callable:
-    """The lesson's `by_token`, deciding by a student's rule for one draft.
+    """Return the lesson's `by_token` with a student's rule for one draft token.
 
-    The result takes drafted [k], q [k, V], p [k + 1, V] and u [k].
+    The returned function takes drafted [k], q [k, V], p [k + 1, V] and u [k].
     """
 
     def judge(drafted: Tensor, q: Sequence[Tensor], p: Tensor, u: Tensor) -> tuple[int, Tensor]:
@@ -46,7 +46,7 @@ def _rule_cases() -> Iterator[Case]:
         ("q = p", [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]),
         ("the draft never drafts one token", [0.2, 0.5, 0.3], [0.6, 0.0, 0.4]),
         ("the target forbids one token", [0.0, 0.6, 0.4], [0.5, 0.3, 0.2]),
-        ("a draft without doubt", [0.2, 0.5, 0.3], [0.0, 0.0, 1.0]),
+        ("a draft with a single token", [0.2, 0.5, 0.3], [0.0, 0.0, 1.0]),
         ("nothing in common", [1.0, 0.0], [0.0, 1.0]),
     ]
     for name, p, q in drawn:
@@ -69,18 +69,18 @@ def _has_law(p: Tensor, q: Tensor, result: Sequence) -> str:
             return f"for drafted = {x} {message}"
         chance, law = float(each[0]), torch.as_tensor(each[1], dtype=torch.float64)
         if not -CLOSE <= chance <= 1 + CLOSE:
-            return f"for drafted = {x} the chance is {chance:.4g}; a chance is from 0 to 1"
+            return f"for drafted = {x} the chance is {chance:.4g}; a chance must be between 0 and 1"
         accepted += float(q[x]) * chance
         emitted[x] += q[x] * chance
         if chance < 1 - CLOSE:
             if not law.isfinite().all() or law.min() < -CLOSE or abs(float(law.sum()) - 1) > CLOSE:
-                return f"for drafted = {x} you redraw from {_brief(law)}; a distribution is >= 0 and sums to 1"
+                return f"for drafted = {x} you redraw from {_brief(law)}; a distribution must be >= 0 and sum to 1"
             emitted += q[x] * (1 - chance) * law
     if not torch.allclose(emitted, p, rtol=0, atol=CLOSE):
-        return f"the text gets the distribution {_brief(emitted)}, and p is {_brief(p)}"
+        return f"the text gets the distribution {_brief(emitted)}, but p is {_brief(p)}"
     possible = float(torch.minimum(p, q).sum())
     if accepted < possible - CLOSE:
-        return f"the distribution is right, but {accepted:.4g} of the drafts stay and {possible:.4g} is possible"
+        return f"the distribution is right, but the acceptance rate is {accepted:.4g}; {possible:.4g} is possible"
     return ""
 
 
@@ -99,9 +99,9 @@ def _brief(law: Tensor) -> str:
 
 
 def check_expected_tokens(solution: Callable) -> bool:
-    """expected_tokens(alpha, k) -> tokens that a step commits on average, the target's own included.
+    """Check expected_tokens(alpha, k) -> mean number of tokens per step, the target's own token included.
 
-    alpha, 0 … 1: the chance that a draft is accepted if all before it in the step were. k >= 0 drafts.
+    alpha: acceptance probability, 0 … 1, of a draft token if all earlier ones of the step were accepted. k >= 0.
     """
     return check(solution, _count_cases())
 
@@ -115,10 +115,10 @@ def _count_cases() -> Iterator[Case]:
 def _is_count(alpha: float, k: int, result: object) -> str:
     wanted = float(expected_tokens(alpha, k)[k])
     mistakes = {
-        "the token that the target adds itself is missing": wanted - 1,
+        "the target's own token is missing": wanted - 1,
         "one term too few": wanted - alpha**k,
-        "a draft counts only if all before it were accepted too": 1 + alpha * k,
-        "a draft counts only if all before it were accepted too, and the target adds a token itself": alpha * k,
+        "a draft token counts only if all before it were accepted": 1 + alpha * k,
+        "a draft token counts only if all before it were accepted, and the target adds one token": alpha * k,
     }
     if isinstance(result, bool) or not isinstance(result, int | float):
         return f"expected a number, got {result!r}"
@@ -128,10 +128,10 @@ def _is_count(alpha: float, k: int, result: object) -> str:
 
 
 def check_by_block(by_block: Callable) -> bool:
-    """by_block(drafted, q, p, u) -> (accepted, weights): block verification (Sun et al. 2024, algorithm 2) of one row.
+    """Check by_block(drafted, q, p, u) -> (accepted, weights): block verification of one row.
 
-    drafted int64 [k]; q [k, V] what they were drawn from; p [k + 1, V] the target's distributions; u [k], the
-    uniform numbers. accepted: how many drafts stay; weights [V]: what the next token is drawn from, up to a factor.
+    (Sun et al. 2024, algorithm 2.) drafted: int64 [k]; q: draft distributions [k, V]; p: target distributions [k + 1,
+    V]; u: uniform numbers [k]. accepted: accepted length; weights [V]: distribution of the next token, unnormalized.
     """
     return check(by_block, _block_cases())
 
@@ -146,11 +146,11 @@ def _block_cases() -> Iterator[Case]:
     yield _block_case("the second makes up for the first", drafted, *(torch.tensor(each).double() for each in numbers))
     generator = torch.Generator().manual_seed(2)
     for number in range(200):
-        k = (number + 2) % 5  # nothing may be drafted, too
+        k = (number + 2) % 5  # k = 0 is a case, too
         mass = torch.rand(2 * k + 1, 4, generator=generator, dtype=torch.float64).pow(3).add(1e-6)
         q, p = (mass / mass.sum(-1, keepdim=True)).split([k, k + 1])
         if number % 10 == 9:
-            q = p[:-1].clone()  # nothing is rejected, and nothing is left over
+            q = p[:-1].clone()  # no rejection, and an empty residual
         drafted = q.multinomial(1, generator=generator)[:, 0] if k else torch.zeros(0, dtype=torch.int64)
         u = torch.rand(k, generator=generator, dtype=torch.float64)
         yield _block_case(f"random case {number}", drafted, q, p, u)
@@ -166,36 +166,36 @@ def _is_block(drafted: Tensor, q: Tensor, p: Tensor, u: Tensor, result: object) 
     passed = (u < h).tolist()
     wanted = max((i + 1 for i, each in enumerate(passed) if each), default=0)
     slips = {
-        [*passed, False].index(False): "you stop at the first draft that fails, and a later one may still pass",
-        sum(passed): "you count the drafts that pass; wanted is the place of the last of them",
+        [*passed, False].index(False): "you stop at the first draft token that fails, but a later one may still pass",
+        sum(passed): "you count the draft tokens that pass; return the position of the last one",
     }
     if not isinstance(result, tuple) or len(result) != 2:
         return f"a pair (accepted, weights) is expected, not {type(result).__name__}"
     accepted, found = int(result[0]), torch.as_tensor(result[1], dtype=torch.float64)
     if accepted != wanted:
         hint = f"; {slips[accepted]}" if accepted in slips else ""
-        return f"{wanted} drafts stay, not {accepted}: with w = {_brief(weights)} the chances h are {_brief(h)}{hint}"
+        return f"expected {wanted} accepted, got {accepted}; w is {_brief(weights)}, the chances h {_brief(h)}{hint}"
     if found.shape != p[0].shape:
         return f"the weights should have shape {list(p[0].shape)}, not {list(found.shape)}"
     if not found.isfinite().all() or found.min() < -CLOSE or found.sum() <= 0:
-        return f"after {wanted} drafts the weights are {_brief(found)}; they should be >= 0 and not all 0"
+        return f"after {wanted} accepted tokens the weights are {_brief(found)}; they should be >= 0 and not all 0"
     law, right = found / found.sum(), left[wanted] / left[wanted].sum()
     if torch.allclose(law, right, rtol=0, atol=1e-6):
         return ""
     unweighted = (p[wanted] - q[wanted]).clamp(min=0) if wanted < len(q) else p[wanted]
     forgot = torch.allclose(law, unweighted / unweighted.sum(), rtol=0, atol=1e-6)
-    hint = "; p is to be multiplied by the weight before q is taken off" if forgot else ""
-    return f"after {wanted} drafts the next token has the distribution {_brief(law)}, wanted {_brief(right)}{hint}"
+    hint = "; multiply p by the weight before you subtract q" if forgot else ""
+    return f"after {wanted} accepted the next token has the distribution {_brief(law)}, not {_brief(right)}{hint}"
 
 
 def _block(drafted: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """w_0 … w_k, h_1 … h_k, and what is left over after 0 … k accepted drafts: [k + 1, V]."""
+    """Return w_0 … w_k, h_1 … h_k, and the residuals after 0 … k accepted tokens: [k + 1, V]."""
     weights = [1.0]
     for slot, x in enumerate(drafted.tolist()):
         weights.append(min(1.0, weights[-1] * float(p[slot, x] / q[slot, x])))
     w = torch.tensor(weights, dtype=torch.float64)
     left = torch.cat([(w[:-1, None] * p[:-1] - q).clamp(min=0), p[-1:]])
-    z = left[1:-1].sum(-1)  # empty where one token was drafted at most
+    z = left[1:-1].sum(-1)  # empty for k <= 1
     h = torch.cat([(z / (z + 1 - w[1:-1])).nan_to_num(0.0), w[1:][-1:]])  # [k]
     return w, h, torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 

@@ -1,4 +1,4 @@
-"""Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield."""
+"""Figures and widgets of lesson 01: cost of a step, decisions, acceptance rules, tokens per step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, interval, panels
 
 VERDICTS = ("accepted", "rejected", "not reached", "recovered", "bonus", "regular")
-PARTS = {  # of a token's p and q, from below: what it means, and its look
+PARTS = {  # parts of p and q, from below: label and look
     "both": ("min(p, q): accepted", "accepted"),
     "target": ("p - q where positive: the residual", "recovered"),
     "draft": ("q - p where positive: rejected", "rejected"),
 }
-LAWS = ("regular", "nothing", "accepted", "recovered", "rejected")  # of the target, of the draft, and of each rule
+LAWS = ("regular", "nothing", "accepted", "recovered", "rejected")  # looks of the target, the draft, and each rule
 
 
 def cost_figure(curves: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """T(n) / T(1) against n, one line per curve (costs as of `l01_demonstrations.measured_costs`)."""
+    """Return T(n) / T(1) against n, one line per curve (costs of `l01_demonstrations.measured_costs`)."""
     most = max(int(costs.n.max()) for costs in curves.values())
-    title = "What a target pass over n new tokens per row costs"
+    title = "Cost of a target pass over n new tokens per row"
     figure = empty_figure(title, "n, new tokens per row", "T(n) / T(1)", height=460)
     figure.add_scatter(name="n passes: nothing gained", x=[1, most], y=[1, most], mode="lines", line=FAINT)
     for (name, costs), look in zip(curves.items(), CURVES, strict=False):
@@ -41,7 +41,7 @@ def cost_figure(curves: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def step_cost_figure(predictions: pd.DataFrame, k: int) -> go.Figure:
-    """Bars in units of T(1): the tokens of a step one by one, and the step. predictions: of `predicted`."""
+    """Return bars in T(1): a step's tokens one by one, and the speculative step. predictions: of `predicted`."""
     parts = predictions[[f"T({k + 1}), ms", f"{k} drafts, ms"]].div(predictions["T(1), ms"], axis="index")
     labels = [f"<b>{name}</b>" for name in predictions.index]
     one_by_one, step = ([labels, [name] * len(labels)] for name in ("one by one", "one step"))
@@ -51,22 +51,22 @@ def step_cost_figure(predictions: pd.DataFrame, k: int) -> go.Figure:
     texts = {"text": [f"{value:.2f}×" for value in predictions["speed-up"]], "textposition": "outside"}
     figure.add_trace(bars("regular passes, one per token", tokens, one_by_one, "regular"))
     figure.add_trace(bars(f"{k} drafts", parts[f"{k} drafts, ms"], step, "draft"))
-    figure.add_trace(bars("one verifying pass", parts[f"T({k + 1}), ms"], step, "verify", **texts))
+    figure.add_trace(bars("one verification pass", parts[f"T({k + 1}), ms"], step, "verify", **texts))
     figure.update_traces(orientation="h", hovertemplate="%{x:.2f} T(1)", cliponaxis=False)
     return figure.update_layout(barmode="stack").update_yaxes(autorange="reversed")
 
 
 def steps_figure(story: Story, steps: Sequence[int]) -> go.Figure:
-    """One panel per step: a bar per draft as high as its chance to be accepted, its u as a mark, the target's token."""
+    """Return one panel per step: acceptance probability (bar) and u (mark) of draft tokens, and the target's token."""
     titles = [f"<b>step {step}</b>: {_headline(story, step)}" for step in steps]
     panel_px, gap_px = 150, 120  # tick labels have four lines
     inner = len(steps) * (panel_px + gap_px) - gap_px
     figure = panels(len(steps), 1, titles, "", inner + 215, vertical_spacing=gap_px / inner)
     shown = story.lines[story.lines.step.isin(steps)]
-    for verdict in VERDICTS:  # all panels have the same bars, so that a widget can redraw one
+    for verdict in VERDICTS:  # the same traces in all panels allow a widget to redraw
         for panel, step in enumerate(steps, start=1):
             part = shown[(shown.step == step) & (shown.verdict == verdict)]
-            x, y = part["slot"].tolist(), part.accept.fillna(1.0).tolist()  # without data there is no place in a legend
+            x, y = part["slot"].tolist(), part.accept.fillna(1.0).tolist()  # no data would mean no legend entry
             options = {"legendgroup": verdict, "hovertemplate": "%{y:.3f}", "width": 0.7}
             named = panel == 1 and (verdict != "regular" or "regular" in set(shown.verdict))
             name = f"{verdict}: {plots.MEANINGS[verdict]}"
@@ -88,12 +88,11 @@ def _headline(story: Story, step: int) -> str:
     verdicts = story.lines[story.lines.step == step].verdict.tolist()
     accepted, drafted = verdicts.count("accepted"), len(verdicts) - 1
     if verdicts[-1] == "accepted":
-        return f"the text ends with the last of {accepted} accepted drafts"
+        return f"the text ends with the last of {accepted} accepted tokens"
     return f"{drafted} drafted, {accepted} accepted, {accepted + 1} committed"
 
 
 def _label(line: pd.Series) -> str:
-    """What stands under a bar: the token, p and q, and how it was decided."""
     parts = [f"<b>{html.escape(token_views.visible(line.text))}</b>", f"p {line.p:.2g}"]
     if np.isnan(line.accept):
         return "<br>".join([*parts, line.verdict])
@@ -104,7 +103,7 @@ def _label(line: pd.Series) -> str:
 
 
 def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.VBox:
-    """A slider over the steps of a story, above the text so far and `steps_figure`. Setting `slider.value` redraws."""
+    """Return a slider over the steps of a story, above the text so far and `steps_figure`."""
     steps = sorted(set(story.lines.step) - {0})
 
     def draw(step: int):
@@ -118,13 +117,13 @@ def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.
 def likeliest(
     logits: tuple[Tensor, Tensor], temperature: float, count: int, tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, str]:
-    """The `count` ids with the largest p or q at this temperature, with their texts."""
+    """Return the `count` ids with the largest p or q at this temperature, and their texts."""
     p, q = l01_demonstrations.laws(logits, temperature)
     return {token: tokenizer.decode([token]) for token in p.maximum(q).topk(count).indices.tolist()}
 
 
 def overlap(p: Tensor, q: Tensor, names: Mapping[int, str]) -> pd.DataFrame:
-    """What p and q share and what one has more of, by named id and for all others: columns both, target, draft."""
+    """Return min(p, q) and the excess of p and of q, per named id and for all others: columns both, target, draft."""
     parts = {"both": p.minimum(q), "target": (p - q).clamp(min=0), "draft": (q - p).clamp(min=0)}
     named = pd.DataFrame({part: mass[list(names)].numpy() for part, mass in parts.items()}, index=list(names.values()))
     named.loc["others"] = [float(mass.sum()) - named[part].sum() for part, mass in parts.items()]
@@ -132,7 +131,7 @@ def overlap(p: Tensor, q: Tensor, names: Mapping[int, str]) -> pd.DataFrame:
 
 
 def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """One panel per table of `overlap`: stacked, what p and q share and what one of them has more of."""
+    """Return one panel per table of `overlap`: stacked bars of min(p, q) and the excess of p or q."""
     titles = [f"{name}<br>α = {parts.both.sum():.2f}" for name, parts in tables.items()]
     figure = panels(1, len(tables), titles, "", 420, shared_yaxes=True, horizontal_spacing=0.03)
     for panel, parts in enumerate(tables.values(), start=1):
@@ -148,7 +147,7 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> ipywidgets.VBox:
-    """A slider for the temperature of both models above `overlap_figure` of one position (`next_logits`)."""
+    """Return a slider for the temperature of both models above `overlap_figure` of one position (`next_logits`)."""
 
     def draw(temperature: float):
         parts = overlap(*l01_demonstrations.laws(logits, temperature), names)
@@ -158,8 +157,8 @@ def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], valu
 
 
 def laws_figure(p: Tensor, q: Tensor) -> go.Figure:
-    """Bars per token: the target's law, the draft's, and the law that each of `l01_rules.RULES` emits."""
-    figure = empty_figure("What the text gets, by rule", "token", "probability", height=420)
+    """Return bars per token: distributions of the target, the draft, and the text under each of `l01_rules.RULES`."""
+    figure = empty_figure("Distribution of the text by rule", "token", "probability", height=420)
     laws = {"target p": p, "draft q": q}
     laws |= {name: l01_rules.emitted_law(p, q, rule) for name, rule in l01_rules.RULES.items()}
     letters = [chr(ord("a") + i) for i in range(len(p))]
@@ -170,8 +169,8 @@ def laws_figure(p: Tensor, q: Tensor) -> go.Figure:
 
 
 def tokens_figure(table: pd.DataFrame) -> go.Figure:
-    """Tokens per step against k, measured (symbols, 95% intervals) and by formula (lines), per prompt set."""
-    figure = empty_figure("Tokens per step", "k, drafted tokens", "tokens per step", height=460)
+    """Return tokens per step against k per prompt set: measured (symbols, 95% intervals) and by formula (lines)."""
+    figure = empty_figure("Tokens per step", "draft length k", "tokens per step", height=460)
     lengths = table.index.get_level_values("k").unique()
     figure.add_scatter(name="k + 1: all accepted", x=lengths, y=lengths + 1, mode="lines", line=FAINT)
     for (name, part), look in zip(table.groupby("prompts", sort=False), CURVES, strict=False):
@@ -183,8 +182,8 @@ def tokens_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def slots_figure(by_slot: pd.DataFrame) -> go.Figure:
-    """Share accepted of the drafts reached, by slot and prompt set, where at least 20 were."""
-    title = "Chance that a draft is accepted, if all before it were"
+    """Return the share of accepted draft tokens by slot and prompt set, for slots reached at least 20 times."""
+    title = "Acceptance of a draft token, if all before it were accepted"
     figure = empty_figure(title, "slot in the draft", "share accepted", height=410)
     enough = by_slot[by_slot.reached >= 20]
     for (name, part), look in zip(enough.groupby("prompts", sort=False), CURVES, strict=False):
@@ -196,9 +195,9 @@ def slots_figure(by_slot: pd.DataFrame) -> go.Figure:
 
 
 def speed_figure(table: pd.DataFrame) -> go.Figure:
-    """Speed over regular decoding against k: expected (lines) and measured (symbols with intervals), per prompt set."""
-    title = "Speed over regular decoding, one row, on this machine"
-    figure = empty_figure(title, "k, drafted tokens", "times as fast", height=460)
+    """Return speed against k per prompt set: expected (lines) and measured (symbols with intervals)."""
+    title = "Speed relative to regular decoding, one row, on this machine"
+    figure = empty_figure(title, "draft length k", "times as fast", height=460)
     for (name, part), look in zip(table.groupby("prompts", sort=False), CURVES, strict=False):
         figure.add_trace(curve(f"{name}, expected", part.k, part.expected, look, "lines"))
         whiskers = interval(part.measured, part.low, part.high)

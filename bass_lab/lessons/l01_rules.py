@@ -1,4 +1,4 @@
-"""Lesson 01: the law that an acceptance rule emits, the right one and two wrong ones, enumerated in float64."""
+"""Lesson 01: exact output distributions of three acceptance rules, one right and two wrong, in float64."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # p, q [V] -> chance to accept each id, law of a redraw [V]
-Model = Callable[[tuple[int, ...]], Tensor]  # a text -> the law of its next token [V]
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # p, q [V] -> acceptance probabilities [V], redraw [V]
+Model = Callable[[tuple[int, ...]], Tensor]  # text -> distribution of the next token [V]
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:
-    """Half the sum of |p - q|: 0 for equal laws, 1 for laws without a common outcome."""
+    """Return half the sum of |p - q|: 0 for equal distributions, 1 for distributions without a common outcome."""
     return float((p - q).abs().sum() / 2)
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p/q) per id [V]; 1 where q is 0, since that id is never drafted."""
+    """Return min(1, p/q) per id [V]; 1 if q is 0, because such an id is never drafted."""
     return torch.where(q > 0, (p / q).clamp(max=1), 1.0)
 
 
 def exact(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule (Leviathan et al. 2023, algorithm 1): redraw from norm(max(0, p - q)); q = p is never rejected."""
+    """Redraw from norm(max(0, p - q)): the exact rule (Leviathan et al. 2023, algorithm 1). q = p is never rejected."""
     left = (p - q).clamp(min=0)
     return acceptance(p, q), left / left.sum() if left.sum() > 0 else p
 
 
 def redraw_from_p(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Wrong: what was rejected is replaced by an ordinary token of the target's."""
+    """Wrong: replace a rejected token by a draw from p."""
     return acceptance(p, q), p
 
 
 def likely_enough(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Wrong: whatever the target finds at least a third as likely as its favourite is good enough."""
+    """Wrong: accept every token with at least a third of the target's largest probability."""
     return (p >= p.max() / 3).double(), p
 
 
@@ -43,14 +43,14 @@ RULES: dict[str, Rule] = {"the rule": exact, "redraw from p": redraw_from_p, "ac
 
 
 def emitted_law(p: Tensor, q: Tensor, rule: Rule) -> Tensor:
-    """Law [V] of the token that one position gets: drafted and accepted, or redrawn."""
+    """Return the distribution [V] of the token at one position: drafted and accepted, or redrawn."""
     accept, redraw = rule(p, q)
     kept = q * accept
     return kept + (1 - kept.sum()) * redraw
 
 
 def text_law(target: Model, draft: Model, k: int, rule: Rule, text: tuple[int, ...] = ()) -> dict[tuple, float]:
-    """Probability of every text of k + 1 more tokens: one step with k drafts, then regular decoding."""
+    """Return the probability of every text of k + 1 more tokens: a step with draft length k, then regular decoding."""
     p = target(text)
     if k == 0:
         return {(*text, x): float(p[x]) for x in range(len(p))}
@@ -67,7 +67,7 @@ def text_law(target: Model, draft: Model, k: int, rule: Rule, text: tuple[int, .
 
 
 def regular(target: Model, tokens: int, text: tuple[int, ...] = ()) -> dict[tuple, float]:
-    """Probability of every text of `tokens` more tokens, one target pass per token."""
+    """Return the probability of every text of `tokens` more tokens, with one target pass per token."""
     if tokens == 0:
         return {text: 1.0}
     p = target(text)
@@ -76,8 +76,8 @@ def regular(target: Model, tokens: int, text: tuple[int, ...] = ()) -> dict[tupl
 
 
 def distances(count: int = 200, seed: int = 0) -> pd.DataFrame:
-    """Largest total variation from the target's law over `count` pairs p, q of each kind; one column per rule. The last
-    line: a tenth as many pairs of models over 3 ids."""
+    """Return the largest total variation from the target over `count` pairs p, q of each kind, one column per rule. The
+    last line uses a tenth as many pairs of models over 3 ids."""
     generator, lines = torch.Generator().manual_seed(seed), {}
     for kind in ("p and q at random", "with zeros", "q certain of one token", "q = p"):
         pairs = [_pair(kind, generator) for _ in range(count)]
@@ -104,7 +104,7 @@ def _pair(kind: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _random_law(size: int, generator: torch.Generator) -> Tensor:
-    mass = torch.rand(size, generator=generator, dtype=torch.float64) ** 3 + 1e-9  # cubed: some ids likely, some hardly
+    mass = torch.rand(size, generator=generator, dtype=torch.float64) ** 3 + 1e-9  # cubed, for likely and unlikely ids
     return mass / mass.sum()
 
 

@@ -1,6 +1,6 @@
-"""Many sequences at once: lock-step against rows at their own pace, and what that leaves in the cache.
+"""Lesson 02: lock-step against rows at their own pace, and the slots of the ragged cache.
 
-In greedy decoding one pass of the draft over a finished text tells what any schedule would have accepted.
+In greedy decoding, one draft pass over a finished text gives the accepted lengths of every schedule.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from bass_lab.pairs import require_draft_model
 
 
 def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.05) -> float:
-    """Modelled speed over regular decoding where a step ends at the first rejection in any of `batch` rows.
+    """Return the modelled speed relative to regular decoding if a step ends at the first rejection in any row.
 
-    alpha: chance that a draft is accepted if all before it were, independently in every row. batch=1 is a row at its
-    own pace. A pass of the target takes 1, a pass of the draft `draft_cost`.
+    alpha: acceptance probability of a draft token if all before it were accepted, independent between rows. batch=1 is
+    a row at its own pace. A target pass takes 1, a draft pass takes `draft_cost`.
     """
     return float(expected_tokens(alpha**batch, k)[k] / (1 + k * draft_cost))
 
 
 @torch.inference_mode()
 def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Sequence[Tensor]) -> list[np.ndarray]:
-    """bool [T] per row: the draft would have chosen each generated token. Raises ValueError without a draft model."""
+    """Return bool [T] per row: the draft model's choice equals the token. Raises ValueError without a draft model."""
     require_draft_model(pair)
     agreed = []
     for ids, sequence in zip(token_ids(pair, prompts), sequences, strict=True):
@@ -41,12 +41,12 @@ def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Seque
 
 
 def replay(agreed: Sequence[np.ndarray], k: int, lock_step: bool) -> pd.DataFrame:
-    """Accepted drafts per row (down) and step (across) until all texts are written; NaN once a row has ended.
+    """Return the accepted lengths [row, step] until all texts are written; NaN after a row's end.
 
-    agreed: of `agreement`. lock_step: every row keeps as many as the row that keeps least.
+    agreed: of `agreement`. lock_step: all rows accept the minimum over the rows.
     """
     lengths = np.array([len(row) for row in agreed])
-    at = np.ones_like(lengths)  # the next token of each row
+    at = np.ones_like(lengths)  # index of each row's next token
     steps = []
     while (at < lengths).any():
         live = at < lengths
@@ -63,18 +63,18 @@ def replay(agreed: Sequence[np.ndarray], k: int, lock_step: bool) -> pd.DataFram
 
 
 def tokens_per_step(accepted: pd.DataFrame) -> float:
-    """Mean over all steps of all rows of accepted + 1. accepted: rows down, steps across, NaN where none."""
+    """Return the mean of accepted + 1 over all rows and steps. accepted: [row, step], NaN without a step."""
     return float(np.nanmean(accepted.to_numpy())) + 1
 
 
 def cache_states(steps: pd.DataFrame) -> pd.DataFrame:
-    """The target's cache after each decode step, from `Trace.steps`: one line per (step, row), in slots of the row.
+    """Return the target's cache after each decode step, from `Trace.steps`: one line per (step, row), in KV slots.
 
-    The step wrote slots first … written - 1; those below kept are committed now, kept … stale_end - 1 are stale.
-    overwritten: slots written that were stale before. read: slots that attention reads for the row.
+    The step wrote slots first … written - 1. Slots below kept are committed; slots kept … stale_end - 1 are stale.
+    overwritten: number of written slots that were stale before. read: number of slots in the row's attention.
     """
     decode = steps[steps.kind == "decode"].sort_values(["row", "step"])
-    first = decode.kv_length - 1  # the last committed token enters the cache in this pass
+    first = decode.kv_length - 1  # this pass writes the last committed token
     written = decode.kv_length + decode.drafted
     stale_end = written.groupby(decode.row).cummax()
     stale_before = stale_end.groupby(decode.row).shift(fill_value=0)
@@ -92,13 +92,13 @@ def cache_states(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def slots_read(states: pd.DataFrame) -> pd.DataFrame:
-    """Key slots that each kind of attention reads over a run (per layer and KV head), and launches per layer and pass.
-    pad reads every row of a step up to the longest."""
+    """Return key slots read in a run (per layer and KV head) and launches per layer and pass, for each attention path.
+    pad reads all rows of a step up to the longest row."""
     by_step = states.groupby("step").read
     own, padded = int(states.read.sum()), int((by_step.max() * by_step.size()).sum())
     launches = by_step.size().mean()
     lines = [("pad", 1.0, padded, padded - own), ("split", launches, own, 0), ("ragged", 1.0, own, 0)]
-    columns = ["attention", "launches per layer and pass", "key slots read", "of these in vain"]
+    columns = ["attention", "launches per layer and pass", "key slots read", "of these wasted"]
     return pd.DataFrame(lines, columns=columns).set_index("attention")
 
 
@@ -106,9 +106,9 @@ def slots_read(states: pd.DataFrame) -> pd.DataFrame:
 def over_poison(
     pair: ModelPair, prompts: Sequence[str], attention: str, poison: float, max_new_tokens: int = 48, **options
 ) -> list[Tensor] | None:
-    """Generated ids when every slot beyond a row's length holds `poison` before each decode step, in both models'
-    caches; None where logits become NaN. options: of `Session`."""
-    # On a GPU the next step would be under way already, whose keys are no poison's place.
+    """Return the generated ids if all slots beyond each row's length contain `poison` before each decode step, in both
+    models' caches. Return None if logits become NaN. options: of `Session`."""
+    # compile="off", because on a GPU the next step would already run, and poison would overwrite its keys.
     with Session(pair, max_batch_size=len(prompts), attention=attention, compile="off", **options) as session:
         handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
         while not session.idle:

@@ -13,10 +13,10 @@ from bass_lab.lessons.checking import Case, check
 
 
 def check_positions(positions: Callable) -> bool:
-    """positions(lengths, drafted) -> int [B, K + 1]: the position ids of a verification pass, K = max(drafted).
+    """Check positions(lengths, drafted) -> int [B, K + 1], the position ids of a target pass, K = max(drafted).
 
-    lengths [B]: committed tokens per row; drafted [B]: draft tokens that each row submits. A row's pass feeds its last
-    committed token and then its drafts; padding repeats the row's last valid position.
+    lengths [B]: committed tokens per row; drafted [B]: draft tokens per row. The pass feeds a row's last committed
+    token, then its draft tokens. Padding repeats the row's last valid position.
     """
     return check(positions, _position_cases())
 
@@ -27,8 +27,8 @@ def _position_cases() -> Iterator[Case]:
         ("one row", [5], [3]),
         ("two rows of different lengths", [5, 9], [3, 3]),
         ("the first row submits fewer", [5, 9], [1, 3]),
-        ("a row submits nothing", [7, 4], [0, 2]),
-        ("nobody submits anything", [7, 4], [0, 0]),
+        ("a row submits no draft tokens", [7, 4], [0, 2]),
+        ("no row submits draft tokens", [7, 4], [0, 0]),
     ]
     for number in range(100):
         rows = chance.randint(1, 8)
@@ -50,20 +50,20 @@ def _same_positions(wanted: list[list[int]], drafted: list[int], result: object)
         for query, (right, value) in enumerate(zip(ours, theirs, strict=True)):
             if value != right:
                 what = _query_name(query, drafted[row])
-                return f"row {row}, query {query} ({what}) stands at {right}, got {value}"
+                return f"row {row}, query {query} ({what}) has position {right}, got {value}"
     return ""
 
 
 def _query_name(query: int, drafted: int) -> str:
     if query == 0:
         return "the last committed token"
-    return f"drafted token {query}" if query <= drafted else "padding, which repeats the row's last valid position"
+    return f"draft token {query}" if query <= drafted else "padding, which repeats the row's last valid position"
 
 
 def check_keep(keep: Callable) -> bool:
-    """keep(accepted, k) -> bool [B, k + 1]: the cache entries of a verification pass that hold committed tokens.
+    """Check keep(accepted, k) -> bool [B, k + 1], True for cache entries of a target pass with committed tokens.
 
-    accepted [B]: of each row's k drafts. The pass fed the row's last committed token, then the k drafted ones.
+    accepted [B]: accepted length of each row. The pass fed the row's last committed token, then k draft tokens.
     """
     return check(keep, _keep_cases())
 
@@ -91,18 +91,18 @@ def _same_entries(accepted: list[int], k: int, result: object) -> str:
         for entry, kept in enumerate(entries):
             if bool(kept) == (entry <= count):
                 continue
-            what = "the last committed token" if entry == 0 else f"drafted token {entry}"
+            what = "the last committed token" if entry == 0 else f"draft token {entry}"
             said = "was accepted" if 0 < entry <= count else "was rejected" if entry else "is part of the text"
             told = f"row {row} accepted {count}: entry {entry} ({what}) {said}"
-            return f"{told}, yet it is {'kept' if kept else 'dropped'}"
+            return f"{told}, but you {'keep' if kept else 'drop'} it"
     return ""
 
 
 def check_commit(commit: Callable) -> bool:
-    """commit(tokens, lengths, choices, accepted) -> (tokens, lengths) after a greedy step.
+    """Check commit(tokens, lengths, choices, accepted) -> (tokens, lengths) after a greedy step.
 
-    tokens int64 [B, S]: each row's, of which the first lengths[b] are committed. choices [B, k + 1]: the target's; the
-    first accepted[b] equal the row's drafts. A row commits these and one more. What lies beyond a row's length is free.
+    tokens: int64 [B, S]; the first lengths[b] tokens of a row are committed. choices [B, k + 1]: of the target. The
+    first accepted[b] choices equal the draft tokens. A row commits these and the next choice. Later tokens are free.
     """
     return check(commit, _commit_cases())
 
@@ -128,7 +128,7 @@ def _commit_cases() -> Iterator[Case]:
 
 def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int, result: object) -> str:
     if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(each, Tensor) for each in result):
-        return f"a pair (tokens, lengths) of tensors is expected, got {type(result).__name__}"
+        return f"expected a pair (tokens, lengths) of tensors, got {type(result).__name__}"
     tokens, lengths = _as_lists(result[0]), result[1].tolist()
     if tokens is None or len(tokens) != len(wanted) or len(lengths) != len(wanted):
         return f"expected tokens and lengths of {len(wanted)} rows, got shapes {[list(x.shape) for x in result]}"
@@ -136,16 +136,16 @@ def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int, resu
         before = len(text) - accepted[row] - 1
         if found[: len(text)] != text:
             far = found[longest : longest + 1] == text[before : before + 1]
-            hint = "; its new tokens stand behind the longest row" if far else ""
-            return f"row {row} should begin with {text}, and begins with {found[: len(text)]}{hint}"
+            hint = "; its new tokens are behind the longest row" if far else ""
+            return f"row {row} should begin with {text}, but begins with {found[: len(text)]}{hint}"
         if length != len(text):
-            hint = "; the target's own token counts, too" if length == len(text) - 1 else ""
-            return f"row {row} had {before} tokens and accepted {accepted[row]}: its length is {length}{hint}"
+            hint = "; count the target's own token, too" if length == len(text) - 1 else ""
+            return f"row {row} had {before} tokens and accepted {accepted[row]}, so its length is not {length}{hint}"
     return ""
 
 
 def _as_lists(result: object) -> list[list] | None:
-    """A tensor or nested sequence of two levels as lists; None for anything else."""
+    """Return a tensor [M, N] or nested sequence as lists, or None for anything else."""
     if isinstance(result, Tensor):
         return result.tolist() if result.ndim == 2 else None
     if isinstance(result, list | tuple) and all(isinstance(row, list | tuple) for row in result):

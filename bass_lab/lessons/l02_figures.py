@@ -1,4 +1,4 @@
-"""Figures and widgets of lesson 02: lock-step, the ragged cache, and what a bug does to a text."""
+"""Figures and widgets of lesson 02: lock-step, the ragged cache, and texts with a bug."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import LOOKS, bars, cells, curve, empty_figure, panels
 
-PACES = {"each row at its own pace": "accepted", "lock-step": "recovered"}  # and their looks
+PACES = {"each row at its own pace": "accepted", "lock-step": "recovered"}  # name: look
 BATCHES = range(1, 17)
-SLOTS = {  # what a slot of the cache holds, and its look
+SLOTS = {  # content of a KV slot: look
     "committed": "accepted",
     "committed in this step": "bonus",
     "stale: rejected, overwritten next": "rejected",
-    "none of the row's": "nothing",
+    "unused by the row": "nothing",
 }
 
 
 def lock_step_figure(alpha: float, k: int, batch: int) -> go.Figure:
-    """Left: chance that the i-th drafted token is kept. Right: speed over regular decoding against the batch size."""
-    titles = ["chance that a drafted token is kept", "speed over regular decoding (model)"]
-    title = f"α = {alpha:.2f}, {k} drafted tokens, {batch} rows"
+    """Return the acceptance probability by slot (left), and the speed against the batch size (right)."""
+    titles = ["probability that a draft token is accepted", "speed relative to regular decoding (model)"]
+    title = f"α = {alpha:.2f}, draft length {k}, {batch} rows"
     figure = panels(1, 2, titles, title, 420, horizontal_spacing=0.1)
     places = list(range(1, k + 1))
     for (name, look), waits_for in zip(PACES.items(), (1, batch), strict=True):
         kept = [alpha ** (waits_for * place) for place in places]
-        hover = "place %{x}: %{y:.1%}"
+        hover = "slot %{x}: %{y:.1%}"
         figure.add_trace(bars(name, places, kept, look, legendgroup=name, hovertemplate=hover), 1, 1)
     for name, look in PACES.items():
         speeds = [expected_speed(alpha, k, rows if name == "lock-step" else 1) for rows in BATCHES]
@@ -45,28 +45,28 @@ def lock_step_figure(alpha: float, k: int, batch: int) -> go.Figure:
         sizes = [13 if rows == batch else 5 for rows in BATCHES]
         figure.add_trace(line.update(marker_size=sizes, hovertemplate="batch %{x}: %{y:.2f}×"), 1, 2)
     figure.update_layout(barmode="group")
-    figure.update_xaxes(title="place in the draft", dtick=max(1, k // 8), col=1)
+    figure.update_xaxes(title="slot in the draft", dtick=max(1, k // 8), col=1)
     figure.update_yaxes(range=[0, 1], tickformat=".0%", col=1)
     figure.update_xaxes(title="batch size", dtick=2, col=2)
     return figure.update_yaxes(rangemode="tozero", title="times as fast", col=2)
 
 
 def lock_step_table(alphas: Sequence[float], k: int, batches: Sequence[int]) -> pd.DataFrame:
-    """Expected tokens per step and row: one line per α, lock-step in batches of each size beside a row's own pace."""
+    """Return expected tokens per step and row, one line per α: own pace, and lock-step at each batch size."""
     columns = {"own pace, any batch": 1} | {f"lock-step, batch {batch}": batch for batch in batches}
     table = {name: expected_tokens(np.array(alphas) ** rows, k)[:, k] for name, rows in columns.items()}
     return pd.DataFrame(table, index=pd.Index(alphas, name="α"))
 
 
 def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywidgets.VBox:
-    """Sliders for α, batch size and draft length above a sentence and `lock_step_figure`; setting a value redraws."""
+    """Return sliders for α, batch size and draft length above a sentence and `lock_step_figure`."""
 
     def draw(alpha: float, batch: int, k: int):
         own, together = (f"{expected_tokens(alpha**rows, k)[k]:.2f}" for rows in (1, batch))
         fast, slow = (f"{expected_speed(alpha, k, rows):.2f}×" for rows in (1, batch))
         sentence = (
             f"tokens per step and row: <b>{own}</b> at its own pace, <b>{together}</b> in lock-step · "
-            f"speed over regular decoding (model): <b>{fast}</b> and <b>{slow}</b>"
+            f"speed relative to regular decoding (model): <b>{fast}</b> and <b>{slow}</b>"
         )
         return sentence, lock_step_figure(alpha, k, batch)
 
@@ -75,17 +75,16 @@ def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywid
 
 
 def kept_figure(accepted: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """One panel per run: accepted drafts per row and step (`plots.raster_matrix`), and below them the least of each
-    step."""
+    """Return one panel per run: accepted lengths by row and step (`plots.raster_matrix`), and the minimum per step."""
     rows = sum(len(table) + 2.5 for table in accepted.values())
-    title = "Accepted draft tokens, and the least of each step"
+    title = "Accepted draft tokens, and the minimum of each step"
     figure = panels(len(accepted), 1, list(accepted), title, int(150 + 27 * rows), vertical_spacing=0.16)
     for panel, table in enumerate(accepted.values(), start=1):
-        places, below = list(range(len(table))), len(table) + 0.4  # a little apart from the rows
+        places, below = list(range(len(table))), len(table) + 0.4  # with a gap below the rows
         for part, at in ((table, places), (table.min().to_frame().T, [below])):
             hover = "step %{x}: %{z:.0f} accepted<extra></extra>"
             figure.add_trace(cells(part, y=at, coloraxis="coloraxis", hovertemplate=hover), panel, 1)
-        labels = {"tickvals": [*places, below], "ticktext": [*map(str, table.index), "least"]}
+        labels = {"tickvals": [*places, below], "ticktext": [*map(str, table.index), "minimum"]}
         figure.update_yaxes(**labels, range=[below + 0.6, -0.6], title="row", row=panel, col=1)
     most = max(float(np.nanmax(table.to_numpy())) for table in accepted.values())
     colours = {"cmin": 0, "cmax": max(most, 1), "colorbar": {"title": "accepted", "tickformat": "d"}}
@@ -94,8 +93,8 @@ def kept_figure(accepted: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def progress_figure(schedules: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]]) -> go.Figure:
-    """One panel per prompt set: tokens written against the target's passes, for every row and in lock-step. schedules:
-    by name, both of `l02_demonstrations.replay`."""
+    """Return one panel per prompt set: tokens against target passes, for every row and in lock-step. schedules: (own
+    pace, lock-step) by name, from `l02_demonstrations.replay`."""
     shared = {"shared_yaxes": True, "horizontal_spacing": 0.06}
     figure = panels(1, len(schedules), list(schedules), "The same texts at two paces", 450, **shared)
     for panel, (own, together) in enumerate(schedules.values(), start=1):
@@ -108,12 +107,12 @@ def progress_figure(schedules: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]]) 
         tokens = 1 + int((own + 1).sum(axis=1).max())
         regular = curve("regular decoding", [0, tokens - 1], [1, tokens], "regular", "lines", line_width=3)
         figure.add_trace(regular.update(showlegend=panel == 1), 1, panel)
-    figure.update_xaxes(title="passes of the target", rangemode="tozero")
+    figure.update_xaxes(title="target passes", rangemode="tozero")
     return figure.update_yaxes(rangemode="tozero").update_yaxes(title="tokens written", col=1)
 
 
 def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
-    """One panel per step: what the slots of each row hold after it. states: of `l02_demonstrations.cache_states`."""
+    """Return one panel per step: the KV slots of each row after it. states: of `l02_demonstrations.cache_states`."""
     rows = sorted(states.row.unique())
     titles = [f"after step {step}" for step in steps]
     drawn = len(steps) * (24 * len(rows) + 45)  # pixels
@@ -134,14 +133,14 @@ def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
 
 
 def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
-    """A slider for the step above a sentence and `cache_figure` of it."""
+    """Return a step slider above a sentence and `cache_figure`."""
 
     def draw(step: int):
         part = states[states.step == step]
         sentence = (
             f"<b>step {step}</b>: {len(part)} rows of {part.kept.min()} … {part.kept.max()} entries; "
-            f"{(part.kept - part['first']).sum()} new ones are kept, {(part.written - part.kept).sum()} are stale, and "
-            f"{part.overwritten.sum()} stale ones of the step before were overwritten. A rectangle would be "
+            f"{(part.kept - part['first']).sum()} new entries are kept, {(part.written - part.kept).sum()} are stale. "
+            f"{part.overwritten.sum()} stale entries of earlier steps were overwritten. A rectangular cache would be "
             f"{1 - part.read.sum() / (len(part) * part.read.max()):.0%} padding."
         )
         return sentence, cache_figure(states, [step])
@@ -151,7 +150,7 @@ def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
 
 
 def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, title: str = "with the bug") -> str:
-    """HTML: the right text beside the one found, both marked from the first token that differs."""
+    """Return HTML: the right text next to the found text, both marked from the first difference."""
     (same,) = l02_naive_batches.right_tokens([found], [right])
     columns = ""
     for name, tokens, look, line in (
@@ -166,16 +165,16 @@ def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, 
             f"<pre style='{plots.CODE}line-height:1.6;margin:0'><span style='color:{plots.GREY}'>{html.escape(before)}"
             f"</span><span style='{style}'>{html.escape(after)}</span></pre>",
         )
-    headline = f"{same} tokens are right, then the texts part:" if same < len(right) else "The same text."
+    headline = f"{same} tokens are right, then the texts differ:" if same < len(right) else "The same text."
     return f"<p>{headline}</p>{plots.SIDE_BY_SIDE.format(columns)}"
 
 
 def damage_figure(runs: Mapping[str | None, Sequence[Tensor]], alone: Sequence[Tensor]) -> go.Figure:
-    """Bugs down, rows across: right tokens before the first wrong one; ✓ where all are. runs: generated ids, by bug."""
+    """Return the right tokens before the first wrong token, by bug and row; ✓ if all are right. runs: ids by bug."""
     names = [l02_naive_batches.BUGS.get(bug, "none") for bug in runs]
     counts = pd.DataFrame([l02_naive_batches.right_tokens(found, alone) for found in runs.values()], index=names)
     whole = np.array([len(row) for row in alone])
-    title = "Right tokens before the first wrong one"
+    title = "Right tokens before the first wrong token"
     figure = empty_figure(title, "row of the batch", "", height=170 + 34 * len(names))
     texts = counts.astype(str).mask(counts == whole, "✓").to_numpy()
     hover = "%{y}, row %{x}: %{z} tokens right<extra></extra>"

@@ -1,4 +1,4 @@
-"""Exercise of lesson 03: the two rates of acceptance."""
+"""Exercise of lesson 03: α and acceptance rate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from bass_lab.lessons.checking import Case, check
 
 
 def check_alpha(rates: Callable) -> bool:
-    """rates(accepted, drafted) -> (alpha, acceptance_rate): lists with one entry per row and step.
+    """Check rates(accepted, drafted) -> (alpha, acceptance_rate). Both arguments have one entry per row and step.
 
-    Acceptance rate: accepted over drafted tokens, of all steps together. Alpha: of the drafted tokens that were judged,
-    the share that was accepted; a step's tokens are judged one by one up to the first rejection. Something is drafted
-    in at least one step.
+    Acceptance rate: accepted / drafted tokens, over all steps. Alpha: share of accepted tokens among checked draft
+    tokens. A step's draft tokens are checked one by one up to the first rejection. At least one step has draft tokens.
     """
     return check(rates, _cases())
 
@@ -29,7 +28,7 @@ def _cases() -> Iterator[Case]:
         ("everything accepted", [5, 5], [5, 5]),
         ("one token per step", [1, 0, 1, 1], [1, 1, 1, 1]),
         ("rejected at the second token", [1], [5]),
-        ("a step without drafts", [2, 0], [4, 0]),
+        ("a step without draft tokens", [2, 0], [4, 0]),
         ("drafts of unequal length", [0, 8], [2, 8]),
         ("nothing accepted", [0, 0], [3, 3]),
     ]
@@ -42,18 +41,17 @@ def _cases() -> Iterator[Case]:
 
 
 def _judge(accepted: Sequence[int], drafted: Sequence[int], result: object) -> str:
-    """Names the usual mistakes: what was computed instead."""
     steps = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
     wanted = {"alpha": alpha(np.array(drafted), np.array(accepted)), "acceptance rate": sum(accepted) / sum(drafted)}
     mean = sum(a / d for a, d in steps) / len(steps)
     mistakes = {
         "alpha": {
-            "this is the acceptance rate; drafts behind a rejection were never judged": wanted["acceptance rate"],
+            "this is the acceptance rate; draft tokens after a rejection were never checked": wanted["acceptance rate"],
             "a step that accepted everything has no rejection": sum(accepted) / (sum(accepted) + len(drafted)),
             "this is the share of full steps": sum(a == d for a, d in steps) / len(steps),
         },
         "acceptance rate": {
-            "this is a mean over steps; tokens should count alike, whatever step they stand in": mean,
+            "this is a mean over steps; each token should count the same": mean,
             "this is alpha": wanted["alpha"],
         },
     }

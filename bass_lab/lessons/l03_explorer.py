@@ -1,4 +1,4 @@
-"""The acceptance explorer: settings of a run above a view of it, which decodes anew when a setting changes."""
+"""Acceptance explorer: settings above a view of a run. A changed setting decodes again."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from bass_lab.texts import prompt_sets
 
 POLICIES: dict[str, Callable[[int], DraftLengthPolicy | None]] = {
     "fixed": FixedLength,
-    "default": lambda k: None,  # by costs and acceptance, where the pair's costs are known
-    "Algorithm 1": lambda k: BassHeuristic(),  # chooses for itself, with the paper's constants
+    "default": lambda k: None,  # uses costs and acceptance, if the pair's costs are known
+    "Algorithm 1": lambda k: BassHeuristic(),  # ignores k, uses the paper's constants
     "transformers": lambda k: HuggingFaceHeuristic(),
 }
 RULES = ("token", "block", "coupled")
-LIVE_BELOW = 50_000_000  # parameters of a target that decodes again at every change
+LIVE_BELOW = 50_000_000  # parameters; smaller targets decode again at every change
 
 
 class AcceptanceExplorer:
-    """Settings of a run above a `TraceExplorer` of it (`view`): what did each row accept, and why?
+    """Settings of a run above a `TraceExplorer` (`view`) of the accepted tokens in each row.
 
     controls: "drafter", "draft_length", "batch_size", "temperature", "policy", "verification", "prompt_set", "seed",
-    those of `view`, and "run" where the pair is not live. `same_text`: True or False where the text must be regular
-    decoding's (temperature 0, or coupled verification), else None. `message` holds what `generate` refused.
+    the controls of `view`, and "run" if `live` is False. same_text: True if the text equals regular decoding, or None
+    if the texts may differ (temperature > 0 without coupled verification). message: error of `generate`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class AcceptanceExplorer:
         live: bool | None = None,
         **options,
     ):
-        """prompts: by name of the set; None: the repository's two, and the file that `prompt_set` may name. drafters:
-        by name; None: `drafters_for` the pair. drafter: None: the first. live: decode at every change; None: if the
-        target is small. options: as in `generate`. Raises ValueError or TypeError for a setting that no control could
-        take."""
+        """prompts: by name of the set; by default both sets of the repository, and `prompt_set` if that is a file.
+        drafters: by name; default `drafters_for(pair)`. drafter: default the first. live: decode at every change; by
+        default if the target is small. options: as in `generate`. Raises ValueError or TypeError for invalid settings.
+        """
         self.pair = pair
         self.drafters = drafters_for(pair) if drafters is None else dict(drafters)
         if prompts is None:
@@ -75,7 +75,7 @@ class AcceptanceExplorer:
         self.live = sum(p.numel() for p in pair.target.parameters()) < LIVE_BELOW if live is None else live
         self.out: Generation | None = None
         self.same_text: bool | None = None
-        self._regular: dict[str, list[list[int]]] = {}  # regular decoding's tokens, by settings
+        self._regular: dict[str, list[list[int]]] = {}  # tokens of regular decoding, by settings
         self.view = TraceExplorer(pair.tokenizer)
         self.raster = self.view.raster
         self.message, self.badge = HTML(), HTML()
@@ -98,7 +98,7 @@ class AcceptanceExplorer:
     def replay(
         trace: Trace | str | Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str] = ()
     ) -> TraceExplorer:
-        """The same views of a recorded trace with tokens, or of its file. prompts: what its rows continued."""
+        """Return the same views of a recorded trace (or its file) with tokens. prompts: of the trace's rows."""
         view = TraceExplorer(tokenizer)
         view.show(trace if isinstance(trace, Trace) else Trace.load(trace), prompts)
         return view
@@ -113,8 +113,8 @@ class AcceptanceExplorer:
             self.message.value = "Press <b>Run</b> to decode with these settings."
 
     def run(self, **settings) -> None:
-        """Set these controls, decode and show it. `message` says what was refused; what was drawn before then stays."""
-        self._setting = True  # several controls move, one run follows
+        """Set these controls, decode and show the run. After an error, `message` shows it and the old view stays."""
+        self._setting = True  # several controls change, but only one run follows
         for name, value in settings.items():
             self.controls[name].value = value
         self._setting = False
@@ -122,17 +122,17 @@ class AcceptanceExplorer:
         try:
             self._run()
             self.message.value = ""
-        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # as `generate` raises; memory too
+        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # as `generate`; memory, too
             self.message.value = (
                 f'<span style="color:{LOOKS["recovered"].colour}"><b>Not decoded:</b> {html.escape(str(error))} '
-                f"({type(error).__name__}). What stands below is older.</span>"
+                f"({type(error).__name__}). The views below show the previous run.</span>"
             )
 
     def _run(self) -> None:
         names = ("temperature", "verification", "seed")
         texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
         pair = replace(self.pair, draft=self.drafters[self.controls["drafter"].value])
-        if self.out is None:  # what happens once (probing the models, warming up) is not timed
+        if self.out is None:  # probing and warm-up happen once and are not timed
             generate(pair, texts, **options | {"max_new_tokens": 4})
         policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
         self.out = generate(pair, texts, draft_length=policy, trace="tokens", **options)
@@ -147,14 +147,14 @@ class AcceptanceExplorer:
     def _texts(self) -> list[str]:
         name, count = self.controls["prompt_set"].value, self.controls["batch_size"].value
         if count > len(self.prompts[name]):
-            raise ValueError(f"the prompt set {name!r} has {len(self.prompts[name])} prompts, batch size is {count}")
+            raise ValueError(f"the prompt set {name!r} has {len(self.prompts[name])} prompts; batch size is {count}")
         return list(self.prompts[name][:count])
 
     def _compare(self, texts: Sequence[str], options: dict) -> None:
-        """Is the text that of regular decoding? Decodes that once per setting; draft length and policy are none."""
+        """Compare the text with regular decoding, and set `same_text`. Regular texts are cached by settings."""
         if options["temperature"] > 0 and options["verification"] != "coupled":
             self.same_text = None
-            about = f"sampled, {options['verification']} verification: regular decoding's law, not its characters"
+            about = f"sampled, {options['verification']} verification: distribution of regular decoding, other text"
             self.badge.value = _badge("–", "regular", about)
             return
         key = repr((texts, options))
@@ -165,12 +165,12 @@ class AcceptanceExplorer:
         pairs = zip(self._regular[key], self.out.sequences, strict=True)
         equal = [wanted == found.tolist() for wanted, found in pairs]
         self.same_text = all(equal)
-        verdict = "same text as regular decoding" if self.same_text else "the text differs from regular decoding's"
-        about = f"{verdict}: {sum(equal)} of {len(equal)} rows equal, token by token"
+        verdict = "same text as regular decoding" if self.same_text else "the text differs from regular decoding"
+        about = f"{verdict}: {sum(equal)} of {len(equal)} rows are equal, token by token"
         self.badge.value = _badge(*("✓", "bonus") if self.same_text else ("✗", "recovered"), about)
 
     def record(self) -> dict:
-        """The run as a line of kind "acceptance" (docs/RECORDS.md): settings and what was accepted. No speed."""
+        """Return the run as a record of kind "acceptance" (docs/RECORDS.md): settings and rates, without speed."""
         summary = self.out.trace.summary()
         fixed = self.controls["policy"].value == "fixed"
         rates = {name: summary[name] if summary["alpha"] >= 0 else None for name in ("alpha", "acceptance_rate")}
@@ -190,7 +190,7 @@ class AcceptanceExplorer:
         }
 
     def static(self) -> tuple:
-        """What is seen now without widgets, as `TraceExplorer.static`, with the settings and the badge."""
+        """Return the current view without widgets, as `TraceExplorer.static`, with settings and badge."""
         names = ("prompt_set", "batch_size", "drafter", "policy", "draft_length", "temperature", "verification", "seed")
         shown = [f"{name.replace('_', ' ')} {self.controls[name].value}" for name in names]
         sentence, *rest = self.view.static()
@@ -204,7 +204,7 @@ class AcceptanceExplorer:
 def acceptance_table(
     pair: ModelPair, prompts: Mapping[str, Sequence[str]], settings: Sequence[Mapping], **options
 ) -> pd.DataFrame:
-    """Decode every prompt set with every setting (options of `generate`): a line each, with what was accepted."""
+    """Return α, acceptance rate and tokens per step for every prompt set and setting (options of `generate`)."""
     lines = []
     for name, texts in prompts.items():
         for setting in settings:
@@ -216,7 +216,7 @@ def acceptance_table(
 
 
 def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
-    """The controls of a run. chosen: options by control. Raises as `AcceptanceExplorer`."""
+    """Return the controls of a run. chosen: options by control. Raises the errors of `AcceptanceExplorer`."""
     k = checks.integer("draft_length", values["draft_length"])
     batch_size = checks.integer("batch_size", values["batch_size"], least=1)
     seed = checks.integer("seed", values["seed"], least=None)
@@ -227,7 +227,7 @@ def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> 
     slider = common | {"continuous_update": False}
     controls = {
         "prompt_set": Dropdown(options=list(chosen["prompt_set"]), description="prompts", **common),
-        "drafter": Dropdown(options=list(chosen["drafter"]), description="drafts by", **common),
+        "drafter": Dropdown(options=list(chosen["drafter"]), description="drafter", **common),
         "policy": Dropdown(options=list(POLICIES), description="policy", **common),
         "verification": Dropdown(options=RULES, description="verification", **common),
         "draft_length": IntSlider(k, 0, max(12, k), description="draft length", **slider),

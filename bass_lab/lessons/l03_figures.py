@@ -1,4 +1,4 @@
-"""Figures of lesson 03: every verdict of a run, and how often drafts are accepted by their length."""
+"""Figures of lesson 03: every decision of a run, and acceptance against the draft length."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bass_lab.show.token_views import outcomes
 
 
 def p_against_q(trace: Trace) -> go.Figure:
-    """Every drafted token that was judged: the draft's q, the target's p, and the verdict."""
-    title = titled("Every verdict of the run", trace)
-    figure = empty_figure(title, "q: the draft's probability", "p: the target's", 460)
+    """Return q, p and the decision of every checked draft token."""
+    title = titled("Every decision of the run", trace)
+    figure = empty_figure(title, "q: the draft's probability", "p: the target's probability", 460)
     figure.add_scatter(name="p = q", x=[0, 1], y=[0, 1], mode="lines", line=FAINT | {"dash": "dot"}, hoverinfo="skip")
     tokens = outcomes(trace)
     for outcome, symbol in (("accepted", "circle-open"), ("rejected", "x")):
@@ -25,8 +25,8 @@ def p_against_q(trace: Trace) -> go.Figure:
 
 
 def rates_figure(table: pd.DataFrame) -> go.Figure:
-    """Acceptance rate and α against the draft length, a pair of lines per set (`l03_explorer.acceptance_table`)."""
-    title = "Two rates of the same runs, against the draft length"
+    """Return acceptance rate and α against the draft length, per prompt set (`l03_explorer.acceptance_table`)."""
+    title = "α and acceptance rate against the draft length"
     figure = empty_figure(title, "draft length k", "rate", height=410)
     styles = {"α": ("solid", "circle"), "acceptance rate": ("dash", "diamond-open")}
     for (name, part), look in zip(table.groupby("prompt set", sort=False), CURVES, strict=False):

@@ -1,4 +1,4 @@
-"""Exercises of lesson 04: the paper's update rule, and the length of most expected tokens per second."""
+"""Exercises of lesson 04: the paper's update rule, and the draft length with the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bass_lab.lessons.checking import Case, check
 
 
 def check_algorithm_1(update: Callable) -> bool:
-    """update(length, s, accepted) -> (length, s): the next draft length by the paper's Algorithm 1.
+    """Check update(length, s, accepted) -> (length, s), the next draft length by the paper's Algorithm 1.
 
-    length: what this step drafted; s: 0 or 1, as the last update left it; accepted: a list with what each row accepted.
+    length: draft length of this step; s: 0 or 1, from the last update; accepted: list of accepted lengths per row.
     """
     return check(update, _update_cases())
 
@@ -27,7 +27,7 @@ def _update_cases() -> Iterator[Case]:
         ("a first miss", 7, 0, [1, 2]),
         ("a second miss in a row", 7, 1, [1, 2]),
         ("a miss from a long draft", 25, 0, [3, 4]),
-        ("a row that accepted almost all", 7, 1, [6, 0]),
+        ("a row with almost all accepted", 7, 1, [6, 0]),
         ("nothing accepted at length 1", 1, 1, [0, 0, 0]),
     ]
     for number in range(200):
@@ -43,13 +43,13 @@ def _is_next(length: int, s: int, accepted: list[int], result: object) -> str:
     wanted = _next(length, s, accepted)
     shorter = length - math.ceil(length / 10)
     slips = {
-        "it grows only if some row accepted the whole draft": (min(length + 2, 32), 0),
-        "s shortens it once more": (max(1, *accepted, shorter), 1),
-        "length / 10 is rounded up": (max(1, *accepted, length - length // 10 - s), 1),
-        "never below 1, nor below what a row accepted": (shorter - s, 1),
+        "the length grows only if some row accepted the whole draft": (min(length + 2, 32), 0),
+        "s makes the draft one token shorter": (max(1, *accepted, shorter), 1),
+        "round length / 10 up": (max(1, *accepted, length - length // 10 - s), 1),
+        "the length is at least 1 and at least the longest accepted length": (shorter - s, 1),
     }
     if not isinstance(result, tuple) or len(result) != 2:
-        return f"a pair (length, s) is expected, got {result!r}"
+        return f"expected a pair (length, s), got {result!r}"
     if result == wanted:
         return ""
     hints = [hint for hint, slip in slips.items() if slip == result]
@@ -63,10 +63,10 @@ def _next(length: int, s: int, accepted: list[int]) -> tuple[int, int]:
 
 
 def check_best_length(best_length: Callable) -> bool:
-    """best_length(chances, seconds) -> k: the draft length of most expected tokens per second, 0 among them.
+    """Check best_length(chances, seconds) -> k >= 0, the draft length with the most expected tokens per second.
 
-    chances: a list; the j-th is the chance that the j-th draft of a step is accepted if all before it were. seconds: a
-    list with the time of a step that drafts 0, 1, … tokens, one entry more than chances. Of equal ones the shortest.
+    chances: list of acceptance probabilities of a step's draft tokens, given that all earlier ones were accepted.
+    seconds: list of step times at draft lengths 0, 1, …, one entry more than chances. Ties: the shortest length.
     """
     return check(best_length, _length_cases())
 
@@ -74,12 +74,12 @@ def check_best_length(best_length: Callable) -> bool:
 def _length_cases() -> Iterator[Case]:
     chance = random.Random(4)
     drawn = [
-        ("drafts are cheap and good", [0.9] * 8, [1 + 0.02 * k for k in range(9)]),
-        ("drafts are never accepted", [0.0] * 4, [1 + 0.1 * k for k in range(5)]),
-        ("drafts cost more than they bring", [0.8] * 4, [1.0 + k for k in range(5)]),
-        ("a cost that climbs in a stair", [0.8] * 8, [1, 1.3, 1.3, 1.3, 1.3, 2.2, 2.2, 2.2, 2.2]),
-        ("later drafts are easier", [0.5, 0.99, 0.99, 0.99], [1, 1.5, 1.6, 1.7, 1.8]),
-        ("two are equally good", [0.5, 0.0], [1.0, 1.5, 3.0]),
+        ("draft tokens are cheap and good", [0.9] * 8, [1 + 0.02 * k for k in range(9)]),
+        ("draft tokens are never accepted", [0.0] * 4, [1 + 0.1 * k for k in range(5)]),
+        ("draft tokens cost more than they gain", [0.8] * 4, [1.0 + k for k in range(5)]),
+        ("step costs rise like stairs", [0.8] * 8, [1, 1.3, 1.3, 1.3, 1.3, 2.2, 2.2, 2.2, 2.2]),
+        ("later draft tokens are easier", [0.5, 0.99, 0.99, 0.99], [1, 1.5, 1.6, 1.7, 1.8]),
+        ("two lengths are equally good", [0.5, 0.0], [1.0, 1.5, 3.0]),
     ]
     for number in range(200):
         k = chance.randint(1, 12)
@@ -100,5 +100,5 @@ def _is_best(chances: list[float], seconds: list[float], result: object) -> str:
     if result == wanted and not isinstance(result, bool):
         return ""
     known = isinstance(result, int) and 0 <= result < len(rates)
-    about = f", at which it would be {rates[result]:.4f}" if known else ""
+    about = f" ({rates[result]:.4f})" if known else ""
     return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}"

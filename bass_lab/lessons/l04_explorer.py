@@ -1,4 +1,4 @@
-"""Draft-length policies against each other on made-up acceptance, live, beside the best in hindsight."""
+"""Live comparison of draft-length policies on synthetic acceptance, with regret to the best in hindsight."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from bass_lab.study import simulator
 from bass_lab.study.published_policies import SVIP, AdaEDL, HuggingFaceHeuristic
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-KINDS = {  # what a policy looks at, and the look of such policies
+KINDS = {  # input of a policy: look of its bars
     "nothing": "regular",
-    "what was accepted": "recovered",
+    "accepted lengths": "recovered",
     "the draft's distributions": "rejected",
     "costs": "accepted",
 }
 LOOKS_AT = {
-    **dict.fromkeys(("Algorithm 1", "transformers"), "what was accepted"),
+    **dict.fromkeys(("Algorithm 1", "transformers"), "accepted lengths"),
     **dict.fromkeys(("AdaEDL", "SVIP"), "the draft's distributions"),
     **dict.fromkeys(("Learned", "Goodput", "MarginalValue", "RaggedBudget"), "costs"),
 }
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
 MODELLED, CPU = "H100 (modelled)", "CPU (measured)"
-LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of what the explorer replays
+LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of the explorer's replays
 
 
 def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:
-    """The policies to compare, by name."""
+    """Return the compared policies by name."""
     return {
         REGULAR: 0,
         **{f"fixed {k}": k for k in (3, 5, 8)},
@@ -65,24 +65,24 @@ def contest(
     others: Mapping[str, int | DraftLengthPolicy] | None = None,
     **options,
 ) -> pd.DataFrame:
-    """`simulator.regret` of `policies` and others at one batch size, with `speed` over regular decoding. options: its
-    own."""
+    """Return `simulator.regret` of `policies` and others at one batch size, with `speed` relative to regular decoding.
+    options: of `simulator.regret`."""
     found = simulator.regret(trace, policies(cost) | dict(others or {}), cost, [batch], **options)
     regular = found.set_index("policy").seconds_per_token[REGULAR]
     return found.assign(speed=regular / found.seconds_per_token)
 
 
 def policy_looks(policies: pd.Series) -> list[str]:
-    """The look of each of these policies, by what it looks at."""
+    """Return the look of each policy, by the policy's input."""
     return [KINDS[LOOKS_AT.get(name, "nothing")] for name in policies]
 
 
 def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Bars of `speed` per line of a `contest`, coloured by what the policy looks at, labelled with its regret."""
+    """Return bars of `speed` per line of a `contest`, coloured by the policy's input, labelled with regret."""
     figure = empty_figure(title, "times as fast as regular decoding", "", height=140 + 30 * len(table))
     drawn = bars("", table.speed, table.policy, policy_looks(table.policy), orientation="h", cliponaxis=False)
     texts = [f"{line.speed:.2f}×, regret {line.regret:.0%}" for line in table.itertuples()]
-    hover = "%{y}: %{x:.2f}×, k planned on average %{customdata:.1f}<extra></extra>"
+    hover = "%{y}: %{x:.2f}×, mean k %{customdata:.1f}<extra></extra>"
     figure.add_trace(drawn.update(text=texts, textposition="outside", customdata=table.k, hovertemplate=hover))
     figure.add_vline(x=1, line={"color": "black", "width": 1})
     figure.update_xaxes(range=[0, 1.4 * max(1.0, table.speed.max())])
@@ -90,11 +90,11 @@ def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
 
 
 class LengthExplorer:
-    """Controls above two figures: the speed of every policy over regular decoding, and the path of Algorithm 1.
+    """Controls above two figures: the speed of every policy, and the path of Algorithm 1.
 
     controls: "alpha", "variation" ("all alike", or "easy and hard": passages of 32 tokens on average, `spread` above
-    and below alpha), "spread", "batch", "costs", "launch" (ms of a pass of the modelled target; a draft's takes a
-    fifth). `table` is of `contest`, `path` the trace of Algorithm 1, `sentence` says both.
+    and below alpha), "spread", "batch", "costs", "launch" (launch ms of a modelled target pass; a draft pass takes a
+    fifth). table: of `contest`. path: trace of Algorithm 1. sentence: summary of both.
     """
 
     def __init__(
@@ -110,10 +110,7 @@ class LengthExplorer:
         repeats: int = REPEATS,
         recorded: GpuRecord | None = None,
     ):
-        """recorded: costs of a GPU, to choose among the others.
-
-        Raises ValueError or TypeError for a setting that no control could take.
-        """
+        """recorded: costs of a GPU, as a further choice. Raises ValueError or TypeError for invalid settings."""
         self.seed, self.repeats = checks.integer("seed", seed), checks.integer("repeats", repeats, least=2)
         values = {"alpha": alpha, "variation": variation, "spread": spread, "batch": batch, "costs": costs}
         self.costs = {CPU: measured_cpu()} | ({} if recorded is None else {recorded.name: recorded.content})
@@ -124,7 +121,6 @@ class LengthExplorer:
         self.widget.children = [above, self.sentence, self.bars, self.steps, resizer]
 
     def _drawn(self, alpha: float, variation: str, spread: float, batch: int, costs: str, launch: float):
-        """Replays with the controls' values: the sentence and both figures."""
         drifting, modelled = variation == DRIFTING, costs == MODELLED
         self.controls["spread"].disabled, self.controls["launch"].disabled = not drifting, not modelled
         spread = min(spread, alpha, 1 - alpha) if drifting else 0.0
@@ -136,13 +132,13 @@ class LengthExplorer:
         self.table = contest(trace, cost, batch, repeats=self.repeats, seed=self.seed)
         self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
         sentence = _sentence(self.table, self.path, alpha, spread)
-        title = f"Speed over regular decoding, batch {batch}"
+        title = f"Speed relative to regular decoding, batch {batch}"
         path = token_views.policy_figure({"": self.path})
-        path.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
+        path.update_layout(title_text="Path of Algorithm 1: draft length and accepted tokens")
         return sentence, speed_figure(self.table, title), path
 
     def static(self) -> tuple:
-        """What is seen now without widgets: the settings and the sentence, and both figures."""
+        """Return the current view without widgets: settings, sentence and both figures."""
         shown = ", ".join(f"{name} {control.value}" for name, control in self.controls.items() if not control.disabled)
         return live_figures.static(f"{shown}.<br>{self.sentence.value}", self.bars, self.steps)
 
@@ -155,14 +151,14 @@ def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> 
     chances = f"between {alpha - spread:.2f} and {alpha + spread:.2f}" if spread else f"{alpha:.2f} everywhere"
     counts = path.summary()
     return (
-        f"The chance of acceptance is {chances}. Fastest here: <b>{best.policy}</b>, {best.speed:.2f} times regular "
-        f"decoding. Algorithm 1, in the replay below, planned {counts['k']:.1f} tokens on average; "
-        f"{counts['acceptance_rate']:.0%} of what it drafted was accepted."
+        f"The acceptance probability is {chances}. Fastest: <b>{best.policy}</b>, {best.speed:.2f} times regular "
+        f"decoding. In the replay below, Algorithm 1 planned {counts['k']:.1f} draft tokens on average; "
+        f"{counts['acceptance_rate']:.0%} of its draft tokens were accepted."
     )
 
 
 def _controls(values: dict, costs: Sequence[str]) -> dict[str, Widget]:
-    """The controls with these values. Raises as `LengthExplorer` does: a slider would cut in silence."""
+    """Return controls with these values. Raises the errors of `LengthExplorer`: sliders would clip silently."""
     checks.integer("batch", values["batch"], least=1)
     common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
 

@@ -1,4 +1,4 @@
-"""Lesson 04: how many tokens should be drafted? Tables of replays, and their figures."""
+"""Lesson 04: tables and figures of replays with different draft lengths and policies."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
 HINDSIGHT = "best fixed k"
 SWEPT = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-CLOSE = 1.1  # times the best fixed length's time: recovered
-WINDOW = 4  # steps of a moving mean
+CLOSE = 1.1  # recovered: at most this multiple of the best fixed length's time
+WINDOW = 4  # steps in a moving mean
 
 
 def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
-    """Both prompt sets' traces past EOS: the shipped ones, or new ones of 32 texts for another pair or temperature."""
+    """Return the traces of both prompt sets past EOS: shipped, or 32 new texts for another pair or temperature."""
     shipped = {name: recorded_acceptance.shipped(name) for name in PROMPT_SETS}
     if not own and all(trace.meta["temperature"] == temperature for trace in shipped.values()):
         return {name: trace.past_eos() for name, trace in shipped.items()}
@@ -40,11 +40,11 @@ def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dic
 
 
 def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -> dict[str, CostModel]:
-    """A modelled GPU's costs, those of the embedded pair as shipped or (own) of this pair, and those that a GPU
-    recorded. Raises ValueError for a pair of which no costs are known."""
+    """Return costs by name: of a modelled GPU, of the embedded pair as shipped or (own) of this pair, and of a recorded
+    GPU. Raises ValueError if the costs of this pair are unknown."""
     measured = measured_costs.costs_like(pair) if own else measured_cpu()
     if measured is None:
-        raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
+        raise ValueError("the costs of these models on this device are unknown; measure with `bass calibrate`")
     known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}
     return known if recorded is None else known | {recorded.name: recorded.content}
 
@@ -52,7 +52,7 @@ def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -
 def predicted_lengths(
     models: Mapping[str, CostModel], alphas: Mapping[str, float], batches: Sequence[int], kv_length: float = 256
 ) -> pd.DataFrame:
-    """Speed over regular decoding by k if every draft had the same chance alpha: a line per costs, set, batch and k."""
+    """Return the relative speed at a constant acceptance probability alpha: one line per costs, set, batch and k."""
     lengths = np.arange(17)
     lines = []
     for name, cost in models.items():
@@ -75,7 +75,7 @@ def replayed_lengths(
     seed: int,
     lengths: Sequence[int] = SWEPT,
 ) -> pd.DataFrame:
-    """The same table from replays of recorded texts, until the last row is done. Lengths have 0 among them."""
+    """Return the table of `predicted_lengths` from replays of recorded texts to the end. lengths must contain 0."""
     lines = []
     for prompts, trace in traces.items():
         for batch in batches:
@@ -91,19 +91,19 @@ def replayed_lengths(
 
 
 def best_lengths(table: pd.DataFrame) -> pd.DataFrame:
-    """The k of the greatest speed, and that speed, per costs, set and batch of one of the tables above."""
+    """Return the fastest k and its speed per costs, set and batch of one of the tables above."""
     return table.loc[table.groupby(["costs", "set", "batch"], sort=False).speed.idxmax()].reset_index(drop=True)
 
 
 def some_row_accepts_all(alpha: float, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
-    """Chance that at least one row of a batch accepts all of k drafts, 1 - (1 - alpha^k)^b: a line per k."""
+    """Return the probability of full acceptance in some row of a batch, 1 - (1 - alpha^k)^b: one line per k."""
     chances = {f"batch {batch}": [1 - (1 - alpha**k) ** batch for k in lengths] for batch in batches}
     return pd.DataFrame(chances, index=pd.Index(lengths, name="k"))
 
 
 def contests(traces: Mapping[str, AcceptanceTrace], cost: CostModel, best: pd.DataFrame, **options) -> pd.DataFrame:
-    """`contest` for every set and batch of `best` (`best_lengths` under these costs), whose k competes as `HINDSIGHT`:
-    the fixed length that proved best on the very same replays."""
+    """Return `contest` for every set and batch of `best` (`best_lengths` under these costs). The k of `best` joins as
+    `HINDSIGHT`, the best fixed length on the same replays."""
     lines = []
     for line in best.itertuples():
         found = contest(traces[line.set], cost, line.batch, others={HINDSIGHT: int(line.k)}, **options)
@@ -118,8 +118,8 @@ def paired(
     batches: Sequence[int],
     **options,
 ) -> pd.DataFrame:
-    """The first policy's time over the second's on the same replays: geometric mean with its 95% interval (normal), a
-    line per set and batch. alone: the half width with coins of their own."""
+    """Return the time of the first policy divided by that of the second on the same replays, per set and batch:
+    geometric mean and 95% interval (normal). alone: half width with independent coins."""
     lines = []
     for prompts, trace in traces.items():
         for batch in batches:
@@ -137,8 +137,7 @@ def paired(
 def ends(
     trace: AcceptanceTrace, cost: CostModel, batch: int, sharpnesses: Sequence[float], lengths: Sequence[int], **options
 ) -> pd.DataFrame:
-    """Weights towards the first or the last row to finish, and fixed lengths: first_s (mean), tokens per second,
-    `best`."""
+    """Return first_s (mean), throughput and `best` for `first_finished`, `last_finished` and fixed lengths."""
     tried = [("fixed", k, k) for k in lengths]
     for family, weights in (("first", first_finished), ("last", last_finished)):
         tried += [(family, sharpness, Objective(cost, weights=weights(sharpness))) for sharpness in sharpnesses]
@@ -153,7 +152,7 @@ def ends(
 
 
 def not_dominated(*costs: Sequence[float]) -> np.ndarray:
-    """Which points no other point beats: at most as large in every coordinate, and smaller in one. bool [N]."""
+    """Return True for Pareto-optimal points, bool [N]: no other point is <= in every coordinate and < in one."""
     points = np.stack([np.asarray(each, dtype=float) for each in costs], axis=1)  # [N, C]
     at_most = (points[:, None] <= points[None]).all(-1)
     smaller = (points[:, None] < points[None]).any(-1)
@@ -161,7 +160,7 @@ def not_dominated(*costs: Sequence[float]) -> np.ndarray:
 
 
 def halves(trace: AcceptanceTrace) -> tuple[AcceptanceTrace, AcceptanceTrace]:
-    """The even and the odd sequences: one half to choose with, the other to be judged on."""
+    """Return the even sequences (to choose a policy) and the odd sequences (to evaluate the choice)."""
 
     def part(first: int) -> AcceptanceTrace:
         arrays = {each.name: getattr(trace, each.name)[first::2] for each in fields(trace) if each.name != "meta"}
@@ -179,11 +178,11 @@ def switches(
     seed: int = 0,
     repeats: int = 8,
 ) -> pd.DataFrame:
-    """Each policy decodes a batch of every stage in turn and keeps what it has learnt: a line per policy, stage and
-    step, while all rows are live in all repeats.
+    """Return one line per policy, stage and step while all rows are live in all repeats. A policy decodes one batch per
+    stage and keeps its state between stages.
 
-    stages: labels and traces; a policy with a `task` is told the label. Columns: policy, stage (number), set (label),
-    step; k and ms (a row's time per token): means over the repeats.
+    stages: labels and traces. A policy with a non-empty `task` receives the label as `task`. Columns: policy, stage
+    (number), set (label), step; k and ms (a row's time per token): means over the repeats.
     """
     lines = []
     for name, policy in policies.items():
@@ -207,8 +206,8 @@ def switches(
 
 
 def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
-    """Steps until a row's time per token (mean over `WINDOW` steps) is within a tenth of `least` (ms, by set), or
-    "never"."""
+    """Return the steps until a row's time per token (mean over `WINDOW` steps) is within a tenth of `least` (ms, by
+    set), or "never"."""
     columns: dict[str, dict[str, int | str]] = {}
     for (policy, stage, label), part in found.groupby(["policy", "stage", "set"], sort=False):
         close = part.ms.rolling(WINDOW).mean() <= CLOSE * least[label]
@@ -219,12 +218,11 @@ def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
 
 
 def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
-    """The batch sizes that the grid of these costs reaches."""
     return [batch for batch in batches if batch <= cost.target_passes.axes["batch"][-1]]
 
 
 def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Speed over regular decoding against k: a column per costs, a line of panels per set; the best k marked."""
+    """Return relative speed against k: a column of panels per costs, a line of panels per set, the best k marked."""
     names, sets, batches = (list(table[column].unique()) for column in ("costs", "set", "batch"))
     titles = [f"{prompts}: {name}" for prompts in sets for name in names]
     shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1, "horizontal_spacing": 0.04}
@@ -242,7 +240,7 @@ def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:
 
 
 def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Regret of every policy with its interval, a panel per batch size; the dashed line is what foresight reached."""
+    """Return the regret of every policy with interval, a panel per batch size. Dashed: schedule with known coins."""
     batches = list(table.batch.unique())
     titles = [f"batch {batch}" for batch in batches]
     shared = {"shared_yaxes": True, "horizontal_spacing": 0.04}
@@ -257,14 +255,14 @@ def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
         reached = float((part.schedule_s / part.bound_s).iloc[0]) - 1
         figure.add_vline(reached, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=column)
     for kind, look in KINDS.items():
-        figure.add_trace(bars(f"looks at {kind}", [None], [None], look))
+        figure.add_trace(bars(f"uses {kind}", [None], [None], look))
     figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4, tickfont={"size": 11})
     return figure.update_yaxes(autorange="reversed")
 
 
 def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
-    """Throughput against the first row's end: points that no other beats are filled, the others hollow."""
-    figure = empty_figure(title, "the first row is done after, ms", "tokens per second", 460)
+    """Return throughput against the first row's end. Pareto-optimal points are filled, other points hollow."""
+    figure = empty_figure(title, "end of the first row, ms", "tokens per second", 460)
     families = {"fixed": ("fixed k", "regular"), "first": ("first_finished(sharpness)", "recovered")}
     families |= {"last": ("last_finished(sharpness)", "accepted")}
     for family, (name, look) in families.items():
@@ -284,8 +282,8 @@ def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
 
 
 def switch_figure(found: pd.DataFrame, least: Mapping[str, float], title: str) -> go.Figure:
-    """Draft length (above) and a row's time per token (below) over the steps, the stages beside each other. The grey
-    line is the best fixed length of each set: `least` in ms."""
+    """Return draft length (above) and a row's time per token (below) over the steps, a column per stage. The grey line
+    is the best fixed length of each set: `least` in ms."""
     stages = found.drop_duplicates("stage")[["stage", "set"]].to_numpy().tolist()
     titles = [f"{stage + 1}: {label}" for stage, label in stages]
     shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.06, "horizontal_spacing": 0.03}

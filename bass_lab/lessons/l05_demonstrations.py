@@ -1,4 +1,4 @@
-"""Lesson 05: drafts side by side: cost, acceptance, what each keeps, what an alignment gains."""
+"""Lesson 05: drafters compared by cost, acceptance and memory, and the gain of an alignment."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ from bass_lab.study.written import Written
 from bass_lab.texts import corpus
 
 REGULAR = "regular"
-PHASES = ("draft", "verify", "other")  # of a step
+PHASES = ("draft", "verify", "other")  # phases of a step
 WARM_UP = 4  # tokens
-LAUNCHES = {"every kernel launched": 10.0, "a recorded graph": 0.5}  # ms to launch a pass of the modelled target
-PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
+LAUNCHES = {"single launches": 10.0, "CUDA graph": 0.5}  # launch ms of a modelled target pass
+PAPERS_LAYERS = 4  # layers of the paper's draft model, 2048 wide
 
 
 def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = None) -> dict[str, ModelPair]:
-    """The embedded target with each of these drafts (names of `load_pair`, or "layers:N"), by the last part of their
-    names.
+    """Return the embedded target with each draft, by the last part of the draft's name.
 
-    Raises ValueError where none is named, and as `load_pair`.
+    drafts: names of `load_pair`, or "layers:N". Raises ValueError if empty, and the errors of `load_pair`.
     """
     if not drafts:
-        raise ValueError('name at least one draft, such as ["draft"]; got none')
+        raise ValueError('drafts is empty; name at least one draft, such as ["draft"]')
     where = {"dtype": dtype or "float32", "device": device}
     found = {Path(name).name: load_pair(draft=drafters.named(name) or name, **where) for name in drafts}
-    target = next(iter(found.values())).target  # one for all
+    target = next(iter(found.values())).target  # shared by all pairs
     own = {name: quantized(target, kind) for name, kind in SELF_DRAFTS.items() if name in found}
     return {name: replace(pair, target=target, draft=own.get(name, pair.draft)) for name, pair in found.items()}
 
@@ -63,11 +62,11 @@ def runs(
     seed: int = 0,
     **options,
 ) -> pd.DataFrame:
-    """Every draft, and regular decoding, on the same prompts past EOS: a line per prompt set, batch, repeat and draft.
+    """Return one line per prompt set, batch, repeat and draft, from interleaved runs on the same prompts past EOS.
 
-    They take turns after a run of few tokens. Columns: prompts, batch, repeat, draft; accepted and judged: drafted
-    tokens; row_steps: decode steps of all rows; tokens: emitted; draft_ms: of a drafted token of every row; pass_ms: of
-    a target pass; ms: of a token of the batch. Times are of decode steps. options: as in `generate`.
+    Regular decoding is one of the runs, and a short run warms up. Columns: prompts, batch, repeat, draft; accepted and
+    judged: draft tokens; row_steps: decode steps of all rows; tokens: emitted; draft_ms: per draft token of every row;
+    pass_ms: per target pass; ms: per token of the batch. Times are from decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
     lines, first, new = {}, next(iter(prompts)), options.pop("max_new_tokens", 128)
@@ -105,8 +104,8 @@ def _counted(trace: Trace) -> dict[str, float]:
 
 
 def compared(runs: pd.DataFrame) -> pd.DataFrame:
-    """A line per prompt set, batch and draft of `runs`: α and tokens per step, medians of the times, and the speed over
-    regular decoding as median of paired ratios with its 95% interval (low, high)."""
+    """Return one line per prompt set, batch and draft of `runs`: α, tokens per step, median times, and the speed
+    relative to regular decoding, a median of paired ratios with 95% interval (low, high)."""
     lines = []
     for (prompts, batch), part in runs.groupby(["prompts", "batch"], sort=False):
         regular = part[part.draft == REGULAR].ms.to_numpy()
@@ -122,13 +121,13 @@ def compared(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def over(runs: pd.DataFrame, draft: str, other: str) -> Ratio:
-    """How much faster one draft of `runs` is than another, from the pairs of all prompt sets, batches and repeats."""
+    """Return the speed of one draft of `runs` relative to another, paired over all prompt sets, batches and repeats."""
     times = runs.pivot(index=["prompts", "batch", "repeat"], columns="draft", values="ms")
     return Ratio.of(times[draft], times[other])
 
 
 def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
-    """Layers, width and parameters of each draft. Raises ValueError for one that is no model."""
+    """Return layers, width and parameters of each draft model. Raises ValueError for a pair without a draft model."""
     lines = {}
     for name, pair in ladder.items():
         require_draft_model(pair)
@@ -139,17 +138,17 @@ def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
 
 
 def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
-    """Modelled H100 costs of drafts of 310M parameters by layers, beside a target of 7.8B, and their worth at that α.
+    """Return modelled H100 costs and speeds of 310M draft models by number of layers, with a 7.8B target.
 
-    Passes take their bytes or operations, at `SHARE` of the data sheet, and launches by layers (`LAUNCHES`; a draft of
-    `PAPERS_LAYERS` has a fifth of the target's). Columns: launches, layers, α, draft ms, best k, ms (per token of a
-    row), over regular.
+    alphas: α by layers. A pass takes its roofline time at `SHARE` of the data sheet, plus a launch time proportional to
+    layers (`LAUNCHES`; a fifth of the target's for `PAPERS_LAYERS`). Columns: launches, layers, α, draft ms, best k, ms
+    (per token of a row), over regular.
     """
     device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
     lines = []
     for how, launch_ms in LAUNCHES.items():
         for layers, alpha in alphas.items():
-            heads = round(DRAFT_310M.heads * (PAPERS_LAYERS / layers) ** 0.5)  # parameters: layers × width²
+            heads = round(DRAFT_310M.heads * (PAPERS_LAYERS / layers) ** 0.5)  # parameters ~ layers × width²
             draft = replace(DRAFT_310M, layers=layers, heads=heads, kv_heads=heads)
             launches = {"target_launch": launch_ms / 1e3, "draft_launch": launch_ms / 5e3 * layers / PAPERS_LAYERS}
             rooflines = Roofline(TARGET_8B, device), Roofline(draft, device)
@@ -162,7 +161,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
 
 
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
-    """`align` on functions of the standard library alone, with a progress bar; few tokens have fewer own texts."""
+    """Return the pair after `align` on functions of the standard library, with a progress bar."""
     with tqdm(total=1.0, disable=None, bar_format="{desc}: {percentage:.0f}%|{bar}| {elapsed}") as bar:
 
         def tell(stage: str, share: float) -> None:
@@ -176,16 +175,16 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
 
 
 def judged(draft: PreTrainedModel, texts: Written) -> pd.DataFrame:
-    """Per text: tokens judged were all drafted after those before, and the mean number accepted: Σ min(p, q)."""
+    """Return per text: judged (tokens), and accepted, the mean number of accepted draft tokens Σ min(p, q)."""
     accepted = [float(torch.minimum(p, q).sum()) for p, q in zip(texts.p, texts.read_by(draft), strict=True)]
     return pd.DataFrame({"accepted": accepted, "judged": list(map(len, texts.p))})
 
 
 def alphas(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
-    """α of two drafts on the same prompts (`judged`), and the gain: value with its 95% interval (low, high), percentile
-    bootstrap over prompts."""
+    """Return α of two draft models on the same prompts (`judged`), and the gain: value with 95% interval (low, high),
+    percentile bootstrap over prompts."""
     rows = len(before)
-    times = np.concatenate([np.ones((1, rows)), drawn(rows)])  # first the prompts as they are
+    times = np.concatenate([np.ones((1, rows)), drawn(rows)])  # the first line is the original sample
     first, second = (times @ each.accepted / (times @ each.judged) for each in (before, after))
     lines = {}
     for name, found in {"before": first, "after": second, "gain": second - first}.items():
@@ -195,7 +194,7 @@ def alphas(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
 
 
 def keeps(pairs: Mapping[str, ModelPair]) -> pd.DataFrame:
-    """Of each drafter: parameters of its own, and the bytes that it has kept on the device for each token of a row."""
+    """Return per drafter: its own parameters, and its device memory in bytes per token of a row."""
     lines = {}
     for name, pair in pairs.items():
         model, drafter, element = _model_of(pair), pair.drafter, pair.target.dtype.itemsize
@@ -208,7 +207,7 @@ def keeps(pairs: Mapping[str, ModelPair]) -> pd.DataFrame:
 
 
 def _model_of(pair: ModelPair) -> PreTrainedModel | None:
-    """What goes over a cache of rows to draft."""
+    """Return the drafter's model with a KV cache, or None."""
     drafter = pair.drafter
     if isinstance(drafter, LayerSkipDrafter):
         return first_layers(pair.target, drafter.layers)
@@ -223,13 +222,13 @@ def _cache_bytes(model: PreTrainedModel, element: int) -> int:
 
 
 def _own_parameters(model: PreTrainedModel, target: PreTrainedModel) -> int:
-    """Those that are not the target's tensors."""
+    """Return the number of parameters that are not shared with the target."""
     shared = {id(parameter) for parameter in target.parameters()}
     return parameter_count(model) - sum(each.numel() for each in model.parameters() if id(each) in shared)
 
 
 class BigramTable(Drafter):
-    """A base for drafters that go by the last token alone. logits: [V, V], by token: logarithms of what follows."""
+    """Base of drafters that use only the last token. logits: [V, V], [x] for the token after x."""
 
     name = "bigram draft"
 
@@ -243,7 +242,7 @@ class BigramTable(Drafter):
 
 
 def bigram_logits(tokenizer: PreTrainedTokenizerBase, functions: int = 500) -> Tensor:
-    """Logits [V, V] of what follows each token in functions that the embedded models were trained on."""
+    """Return logits [V, V] of the token after each token, from functions of the embedded models' training set."""
     texts = corpus.generated_functions(functions) + corpus.library_functions()[:functions]
     counts = np.full((len(tokenizer), len(tokenizer)), 1e-3)
     for ids in tokenizer(texts)["input_ids"]:

@@ -1,4 +1,4 @@
-"""Exercise of lesson 05: a drafter of ten lines, before the gate."""
+"""Exercise of lesson 05: a drafter of ten lines, tested by `check_drafter`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ K, NEW, TEMPERATURE = 3, 12, 0.8
 
 
 def check_bigram(kind: Callable[[Tensor], Drafter]) -> bool:
-    """kind(logits) is a drafter: a `l05_demonstrations.BigramTable` with a method `draft`.
+    """Check a drafter kind(logits), a `l05_demonstrations.BigramTable` with a method `draft`.
 
-    It drafts as many tokens as it is asked for; each is drawn from what `logits` say of its predecessor, at temperature
-    0 the likeliest. Last it has to pass `check_drafter`.
+    The drafter returns the requested number of tokens. Each token is drawn from the logits of its predecessor; at
+    temperature 0 it is the likeliest token. The last case is `check_drafter`.
     """
     return check(lambda ask: ask(kind(_logits())), _cases())
 
@@ -45,7 +45,7 @@ def _logits() -> Tensor:
 
 def _cases() -> Iterator[Case]:
     for temperature in (0.0, TEMPERATURE):
-        yield f"its drafts at temperature {temperature}", (_decoded(temperature),), partial(_judge, temperature)
+        yield f"draft tokens at temperature {temperature}", (_decoded(temperature),), partial(_judge, temperature)
     yield "check_drafter", (check_drafter,), _broken
 
 
@@ -62,16 +62,16 @@ def _decoded(temperature: float) -> Callable[[Drafter], Trace]:
 def _judge(temperature: float, trace: Trace) -> str:
     steps = trace.steps.query("kind == 'decode'")
     written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("first")
-    asked = (NEW - 1 - written).clip(upper=K)  # the target's own token comes on top
+    asked = (NEW - 1 - written).clip(upper=K)  # the target adds one token
     short = steps[steps.drafted < asked]
     if len(short):
-        return f"{asked[short.index[0]]} tokens were asked for, and {short.drafted.iloc[0]} drafted"
+        return f"{asked[short.index[0]]} tokens were requested, but {short.drafted.iloc[0]} drafted"
     faults = (_fault_of(line, temperature) for line in _drafted(trace).itertuples())
     return next(filter(None, faults), "")
 
 
 def _drafted(trace: Trace) -> pd.DataFrame:
-    """The drafted tokens, each with the one that it follows (before)."""
+    """Return the draft tokens, each with its predecessor (before)."""
     tokens = outcomes(trace)
     known = tokens.assign(draft=tokens.kind.isin(["accepted", "rejected"]))
     first = known.groupby(["row", "nth"]).cumcount() == 0
@@ -83,15 +83,14 @@ def _drafted(trace: Trace) -> pd.DataFrame:
 
 
 def _fault_of(line, temperature: float) -> str:
-    """What is wrong with one drafted token."""
     logits, decode = _logits()[int(line.before)], _pair().tokenizer.decode
     after = f"after {decode([int(line.before)])!r}"
     if temperature == 0:
         likeliest = int(logits.argmax())
-        told = f"{after} it drafts {decode([line.token])!r}, and the likeliest is {decode([likeliest])!r}"
+        told = f"{after} the drafter drafts {decode([line.token])!r}, but the likeliest is {decode([likeliest])!r}"
         return "" if line.token == likeliest else told
     wanted = float(torch.softmax(logits / temperature, -1)[line.token])
-    told = f"{after} it says that it drew {decode([line.token])!r} with probability {line.q:.4f}; by `logits`, at that "
+    told = f"{after} the drafter reports probability {line.q:.4f} for {decode([line.token])!r}; by `logits`, at that "
     return "" if abs(line.q - wanted) < 1e-5 else told + f"temperature, it is {wanted:.4f}"
 
 

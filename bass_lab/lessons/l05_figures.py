@@ -1,4 +1,4 @@
-"""Figures of lesson 05: the ladder, before and after alignment, acceptance against cost, and one drafter's text."""
+"""Figures of lesson 05: drafts by depth, alignment, acceptance against cost, and one drafter's text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bass_lab.show import plots, token_views
 from bass_lab.show.live_figures import live
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 
-LONGEST = 16  # drafts of a step, of which the best number counts
-SPEEDS = (1.5, 2, 2.5, 3, 4)  # whose lines are drawn
+LONGEST = 16  # longest draft length; the best length counts
+SPEEDS = (1.5, 2, 2.5, 3, 4)  # speeds with lines
 
 
 def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
-    """α and times per drafted and committed token against a draft's layers, a line per set (`compared`, one batch)."""
-    names = {"alpha": "α", "draft_ms": "ms per drafted token", "ms": "ms per committed token"}
-    figure = panels(1, 3, list(names.values()), "Drafts of equal size, by their depth", 360, horizontal_spacing=0.08)
+    """Return α and times per draft and committed token against layers, per prompt set (`compared`, one batch)."""
+    names = {"alpha": "α", "draft_ms": "ms per draft token", "ms": "ms per committed token"}
+    figure = panels(1, 3, list(names.values()), "Draft models of equal size, by depth", 360, horizontal_spacing=0.08)
     drafts = table[table.draft.isin(layers.keys())]
     drafts = drafts.assign(layers=drafts.draft.map(layers)).sort_values("layers")
     for look, (prompts, part) in zip(CURVES, drafts.groupby("prompts", sort=False), strict=False):
@@ -38,7 +38,7 @@ def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
 
 
 def alignment_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """α before and after with 95% intervals, by prompt set. tables: of `l05_demonstrations.alphas`."""
+    """Return α before and after alignment with 95% intervals, by prompt set. tables: of `l05_demonstrations.alphas`."""
     figure = empty_figure("A minute of alignment", "", "α", 380)
     for name, look in (("before", "baseline"), ("after", "accepted")):
         found = pd.DataFrame({prompts: table.loc[name] for prompts, table in tables.items()}).T
@@ -49,12 +49,12 @@ def alignment_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Each draft's α against a drafted token's time ÷ a regular step; grey lines join equal speeds at the best draft
-    length. table: of `l05_demonstrations.compared`, of one prompt set and batch."""
+    """Return α against draft token time ÷ regular step, one point per draft. Grey lines connect equal speeds at the
+    best draft length. table: of `l05_demonstrations.compared`, for one prompt set and batch."""
     step = table.set_index("draft").pass_ms[REGULAR]
     drafts = table[table.draft != REGULAR].dropna(subset="draft_ms")
     shares = drafts.draft_ms / step
-    figure = empty_figure(title, "a drafted token's time ÷ a pass of the target (logarithmic)", "α", 480)
+    figure = empty_figure(title, "time of a draft token ÷ time of a target pass (logarithmic)", "α", 480)
     lowest, highest = min(1e-3, shares.min() / 2), max(1.0, shares.max() * 2)
     costs, chances = np.geomspace(lowest, highest, 80), np.linspace(0.0, 0.99, 1000)
     for speed in SPEEDS:
@@ -69,7 +69,7 @@ def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
     for look, symbol, (line, share) in zip(
         (*CURVES, "regular"), _SYMBOLS, zip(drafts.itertuples(), shares, strict=True), strict=False
     ):
-        hover = f"{line.draft}: α %{{y:.2f}}, a drafted token costs %{{x:.3f}} passes<extra></extra>"
+        hover = f"{line.draft}: α %{{y:.2f}}, a draft token costs %{{x:.3f}} passes<extra></extra>"
         point = curve(line.draft, [share], [line.alpha], look, "markers", hovertemplate=hover)
         figure.add_trace(point.update(marker={"size": 14, "symbol": symbol}))
     figure.update_xaxes(type="log", range=np.log10([lowest, highest]).tolist(), dtick=1)
@@ -80,7 +80,7 @@ _SYMBOLS = ("circle", "diamond", "square", "cross", "triangle-up", "star")
 
 
 def _needed(speed: float, costs: np.ndarray, chances: np.ndarray) -> np.ndarray:
-    """The least α with which a draft of each cost reaches this speed; NaN where none does."""
+    """Return the least α that reaches this speed at each cost, or NaN."""
     seconds = 1 + np.arange(LONGEST + 1) * costs[:, None, None]  # [costs, 1, k]
     reached = (expected_tokens(chances, LONGEST) / seconds).max(-1) >= speed  # [costs, chances]
     return np.where(reached.any(1), chances[reached.argmax(1)], np.nan)
@@ -89,8 +89,8 @@ def _needed(speed: float, costs: np.ndarray, chances: np.ndarray) -> np.ndarray:
 def drafter_view(
     pairs: Mapping[str, ModelPair], prompts: Mapping[str, Sequence[str]], draft: str, prompt_set: str, **options
 ) -> ipywidgets.VBox:
-    """Menus for drafter and prompts above a sentence, the first row's text by origin, and the raster. options: as in
-    `generate`. Raises ValueError for a start that the menus do not have."""
+    """Return menus for drafter and prompts above a sentence, the first row's text by origin, and the raster. options:
+    as in `generate`. Raises ValueError if draft or prompt_set is not in the menus."""
     start = {"draft": checks.one_of("draft", draft, tuple(pairs))}
     start["prompts"] = checks.one_of("prompt_set", prompt_set, tuple(prompts))
 
@@ -98,7 +98,7 @@ def drafter_view(
         pair, texts = pairs[draft], prompts[prompts_of]
         trace = generate(pair, texts, trace="tokens", **options).trace
         text = token_views.row_html(trace, 0, pair.tokenizer, texts[0])
-        title = f"{draft} on {prompts_of}: accepted draft tokens, per row and step"
+        title = f"{draft} on {prompts_of}: accepted draft tokens per row and step"
         sentence = f"<b>{draft}</b> on <b>{prompts_of}</b>: {token_views.headline(trace)}"
         return sentence, f"{plots.legend()}<br>{text}", plots.acceptance_raster(trace, title)
 

@@ -12,9 +12,9 @@ Interval = tuple[int, int]
 
 
 def check_gaps(gaps: Callable) -> bool:
-    """gaps(intervals) -> how long nothing runs between the first start and the last end.
+    """Check gaps(intervals) -> total idle time between the first start and the last end.
 
-    intervals: list of (start, end) in any order; they may overlap, touch, or lie within each other. No interval: 0.
+    intervals: list of (start, end) in any order. Intervals may overlap, touch, or contain each other. No interval: 0.
     """
     return check(gaps, _gap_cases())
 
@@ -25,9 +25,9 @@ def _gap_cases() -> Iterator[Case]:
         ("nothing runs", []),
         ("one interval", [(3, 8)]),
         ("a gap of 2", [(0, 4), (6, 9)]),
-        ("no gap: they touch", [(0, 4), (4, 9)]),
-        ("they overlap", [(0, 5), (3, 9), (10, 11)]),
-        ("a long one contains a short one", [(0, 9), (2, 3), (10, 12)]),
+        ("no gap: intervals touch", [(0, 4), (4, 9)]),
+        ("intervals overlap", [(0, 5), (3, 9), (10, 11)]),
+        ("a long interval contains a short one", [(0, 9), (2, 3), (10, 12)]),
         ("not in order", [(6, 9), (0, 4)]),
     ]
     for number in range(200):
@@ -38,17 +38,16 @@ def _gap_cases() -> Iterator[Case]:
 
 
 def _idle(intervals: list[Interval]) -> int:
-    """Moment by moment."""
     running = {moment for start, end in intervals for moment in range(start, end)}
     return max(running) + 1 - min(running) - len(running) if running else 0
 
 
 def check_owner(owner: Callable) -> bool:
-    """owner(kernels, launches, ranges) -> list: the phase that launched each kernel, or None.
+    """Check owner(kernels, launches, ranges) -> list with the phase that launched each kernel, or None.
 
-    kernels: list of (correlation, start on the GPU); launches: dict from a correlation to the host's time of that
-    launch; ranges: list of (phase, start, end) of the host, in order, without overlap. A launch at a range's start is
-    within it, one at its end is not. A kernel without a recorded launch has no phase.
+    kernels: list of (correlation, start on the GPU). launches: dict from correlation to launch time on the host.
+    ranges: list of (phase, start, end) on the host, in order, without overlap. A range contains its start, but not its
+    end. A kernel without a recorded launch has no phase.
     """
     return check(owner, _owner_cases())
 
@@ -58,11 +57,11 @@ def _owner_cases() -> Iterator[Case]:
     two = [("draft", 0, 10), ("verify", 10, 30)]
     drawn = [
         ("one kernel", [(7, 5)], {7: 3}, two),
-        ("it runs during the next phase", [(7, 14)], {7: 3}, two),
+        ("the kernel runs during the next phase", [(7, 14)], {7: 3}, two),
         ("launched as the next phase begins", [(7, 14)], {7: 10}, two),
         ("launched after the last phase", [(7, 40)], {7: 35}, two),
         ("launched between two phases", [(7, 22)], {7: 12}, [("draft", 0, 10), ("verify", 20, 30)]),
-        ("its launch was not recorded", [(7, 5)], {}, two),
+        ("the launch was not recorded", [(7, 5)], {}, two),
         ("a CUDA graph: three kernels of one launch", [(7, 8), (7, 11), (7, 19)], {7: 4}, two),
         ("nothing ran", [], {}, two),
     ]

@@ -1,4 +1,4 @@
-"""Timelines of a profile (`bass_lab.measure.profiling`): when each kernel of a step ran, and what a step costs."""
+"""Timelines and costs of steps from a profile (`bass_lab.measure.profiling`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bass_lab.measure.profiling import PHASES, Profile
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import LOOKS, bars, empty_figure, panels
 
-MOST = 2500  # kernels drawn at once; of more, the shortest are left out
+MOST = 2500  # largest number of kernels in a figure; the shortest are left out
 
 
 def timeline_figure(
     profile: Profile, first: int | None = None, last: int | None = None, zoom: tuple[float, float] | None = None
 ) -> go.Figure:
-    """Steps `first` … `last` as they ran: a lane of phases, below it every kernel, and on a GPU a lane of the host.
+    """Return the timeline of steps `first` … `last`: lanes of phases, of kernels, and on a GPU of the host.
 
-    first: None is the first decode step; last: None is first; zoom: milliseconds shown. Raises ValueError for unknown
+    first: by default the first decode step; last: by default first; zoom: range in ms. Raises ValueError for unknown
     steps.
     """
     first, last = _shown(profile, first, last)
@@ -55,12 +55,12 @@ def _shown(profile: Profile, first: int | None, last: int | None) -> tuple[int, 
     first = int(steps.index[steps.kind == "decode"].min()) if first is None else first
     last = first if last is None else last
     if not 0 <= first <= last < len(steps):
-        raise ValueError(f"the profile has the steps 0 … {len(steps) - 1}; {first} … {last} were asked for")
+        raise ValueError(f"the profile has the steps 0 … {len(steps) - 1}, got {first} … {last}")
     return first, last
 
 
 def _phase_bars(phase: str, times: pd.Series, lanes: list[str], named: pd.Series, text: str) -> go.Bar:
-    """A phase's bars along time; in those that are `named` stands the text, which may have {phase} and {time}."""
+    """Return a phase's bars along time. Bars with `named` show the text, formatted with phase and time."""
     drawn = bars(phase, times, lanes, phase, orientation="h", legendgroup=phase, insidetextanchor="middle")
     texts = [text.format(phase=phase, time=time) if long else "" for time, long in zip(times, named, strict=True)]
     drawn.update(text=texts, textposition="inside", textfont_color="black")
@@ -68,7 +68,7 @@ def _phase_bars(phase: str, times: pd.Series, lanes: list[str], named: pd.Series
 
 
 def _nearly_opaque(colour: str) -> str:
-    """plotly widens opaque bars to a pixel: thousands of short kernels would hide all gaps between them."""
+    """Return a nearly opaque colour. plotly widens opaque bars to a pixel, which would hide gaps between kernels."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.99)"
 
@@ -76,13 +76,13 @@ def _nearly_opaque(colour: str) -> str:
 def _kernel_bars(phase: str, kernels: pd.DataFrame, zero: float) -> go.Bar:
     hover = "%{customdata[0]}<br>%{customdata[1]:.1f} µs, " + f"{phase} of step %{{customdata[2]}}<extra></extra>"
     drawn = bars(phase, kernels.duration_ms, kernels.lane, phase, orientation="h", base=kernels.start_ms - zero)
-    drawn.marker = {"color": _nearly_opaque(LOOKS[phase].colour)}  # hatching would hide them
+    drawn.marker = {"color": _nearly_opaque(LOOKS[phase].colour)}  # hatching would hide short bars
     about = [*zip(kernels.name.map(html.escape), 1e3 * kernels.duration_ms, kernels.step, strict=True)]
     return drawn.update(customdata=about, hovertemplate=hover, legendgroup=phase, showlegend=False)
 
 
 def step_table(profile: Profile) -> pd.DataFrame:
-    """One line per step: kind, rows, drafted, accepted, emitted, milliseconds of each phase, kernels, gap_share."""
+    """Return per step: kind, rows, drafted, accepted, emitted, ms of each phase, kernels, gap_share."""
     spans = profile.spans
     wide = spans.pivot(index="step", columns="phase", values="duration_ms")
     wide = wide.reindex(columns=[phase for phase in PHASES if phase in wide]).add_suffix(" ms")
@@ -92,14 +92,14 @@ def step_table(profile: Profile) -> pd.DataFrame:
 
 
 def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
-    """`Profile.phases` of decode steps, a line per profile and phase: ms, share, kernels, gap_share."""
+    """Return ms, share, kernels and gap_share of the decode steps, per profile and phase."""
     parts = {name: profile.phases.loc["decode"] for name, profile in profiles.items()}
-    return pd.concat(parts, names=["taken on"])[["ms", "share", "kernels", "gap_share"]]
+    return pd.concat(parts, names=["profile"])[["ms", "share", "kernels", "gap_share"]]
 
 
 def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:
-    """The phases of the decode steps as lines of kind "phases" (docs/RECORDS.md). settings: method, batch, k (None: the
-    default policy) and max_new_tokens."""
+    """Return the phases of the decode steps as records of kind "phases" (docs/RECORDS.md). settings: method, batch, k
+    (None: the default policy) and max_new_tokens."""
     about = {name: profile.about[name] for name in ("dtype", "device", "torch", "commit")}
     table = profile.phases.loc["decode"].rename_axis("phase").reset_index()
     measured = table[["phase", "ms", "share", "kernels", "gap_ms"]].to_dict("records")
@@ -107,23 +107,23 @@ def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:
 
 
 def totals_table(profile: Profile, most: int = 10) -> Styler:
-    """The kernels of decode steps that took longest. Their names are shown as they are: they may look like HTML."""
+    """Return the kernels with the longest total time in decode steps. Kernel names are escaped for HTML."""
     shown = {"total_ms": "{:.1f}", "share": "{:.1%}", "mean_us": "{:.1f}"}
     return profile.totals().head(most).style.format(shown).format_index(escape="html")
 
 
 def full_steps(profile: Profile) -> pd.Index:
-    """Decode steps of the whole batch that drafted the most frequent number of tokens. Raises ValueError without
-    counts."""
+    """Return the decode steps of the whole batch with the most frequent draft length. Raises ValueError if the profile
+    has no counts."""
     decode = profile.steps.query("kind == 'decode'")
     if decode.rows.isna().all():
-        raise ValueError("the profile knows no counts: profile a run with trace='steps' or 'tokens'")
+        raise ValueError("the profile has no counts; profile a run with trace='steps' or 'tokens'")
     whole = decode[(decode.rows == decode.rows.max()).fillna(False)]
     return whole.index[whole.drafted == whole.drafted.mode().max()]
 
 
 def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
-    """One line per profile, over its full steps: steps, ms (median), tokens (accepted + 1), ms_per_token, kernels,
+    """Return per profile, over full steps: steps, ms (median), tokens (accepted + 1), ms_per_token, kernels,
     gap_share."""
     lines = {}
     for name, profile in profiles.items():
@@ -137,8 +137,8 @@ def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
 
 
 def cost_figure(profiles: Mapping[str, Profile]) -> go.Figure:
-    """A bar per profile: the median milliseconds of each phase of its full steps."""
-    figure = empty_figure("What one decode step costs", "ms (median over steps)", "", 190 + 60 * len(profiles))
+    """Return a bar per profile: median ms of each phase over full steps."""
+    figure = empty_figure("Time of one decode step", "ms (median over steps)", "", 190 + 60 * len(profiles))
     spans = {name: profile.spans[profile.spans.step.isin(full_steps(profile))] for name, profile in profiles.items()}
     times = pd.DataFrame({name: part.groupby("phase").duration_ms.median() for name, part in spans.items()})
     for phase in PHASES[1:]:
@@ -149,12 +149,12 @@ def cost_figure(profiles: Mapping[str, Profile]) -> go.Figure:
 
 
 def gap_figure(profile: Profile) -> go.Figure:
-    """A bar per phase of a decode step, mean: how long some kernel of it ran, and hatched how long none did."""
+    """Return a bar per phase of a decode step (mean): time with a running kernel, and time without (hatched)."""
     table = profile.phases.loc["decode"]
     what = "kernel" if profile.on_gpu else "operator"
-    title = f"{what.capitalize()}s and gaps, per phase of a decode step"
+    title = f"{what.capitalize()}s and gaps per phase of a decode step"
     figure = empty_figure(title, "ms (mean over steps)", "", height=340)
-    figure.add_trace(bars(f"some {what} runs", table.busy_ms, table.index, "accepted"))
+    figure.add_trace(bars(f"{what} running", table.busy_ms, table.index, "accepted"))
     shares = [f"{share:.0%} gaps" for share in table.gap_share]
     figure.add_trace(bars("gap", table.gap_ms, table.index, "nothing", text=shares, textposition="outside"))
     figure.update_traces(orientation="h", hovertemplate="%{y}, %{fullData.name}: %{x:.2f} ms<extra></extra>")
@@ -163,7 +163,7 @@ def gap_figure(profile: Profile) -> go.Figure:
 
 
 def profiler_cost(plain: Trace, profiled: Trace) -> pd.DataFrame:
-    """Median milliseconds of draft, verify and other over the decode steps of two runs, plain and profiled, and their
+    """Return median ms of draft, verify and other over the decode steps of a plain and a profiled run, and the
     ratio."""
     times = []
     for trace in (plain, profiled):
@@ -175,9 +175,9 @@ def profiler_cost(plain: Trace, profiled: Trace) -> pd.DataFrame:
 
 
 def launch_schedule(kernel_us: float, launch_us: float, count: int = 8, graph: bool = False) -> pd.DataFrame:
-    """A model: `count` equal kernels, launched one by one or as one CUDA graph.
+    """Return a modelled schedule of `count` equal kernels, launched one by one or as one CUDA graph.
 
-    The host needs launch_us for a call; a kernel starts when it is launched and its predecessor is done. Returns lane
+    A call takes launch_us on the host. A kernel starts after its launch and after the previous kernel. Columns: lane
     ("host" or "GPU"), start and duration in µs.
     """
     calls = [0.0] if graph else [number * launch_us for number in range(count)]
@@ -190,13 +190,13 @@ def launch_schedule(kernel_us: float, launch_us: float, count: int = 8, graph: b
 
 
 def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 6) -> go.Figure:
-    """`launch_schedule` three times: large kernels, small ones, and the small ones as a CUDA graph. A model."""
+    """Return three modelled schedules: large kernels, small kernels, and small kernels in a CUDA graph."""
     models = {
-        f"large kernels ({large_us:g} µs): the GPU is the limit, the host runs ahead": (large_us, False),
+        f"large kernels ({large_us:g} µs): the GPU is the bottleneck, the host runs ahead": (large_us, False),
         f"small kernels ({small_us:g} µs): the GPU waits for every launch": (small_us, False),
         "the same small kernels as one CUDA graph: one launch": (small_us, True),
     }
-    title = f"Modelled: eight kernels, a launch costs the host {launch_us:g} µs"
+    title = f"Modelled: eight kernels, a launch takes {launch_us:g} µs on the host"
     figure = panels(3, 1, list(models), title, 430, shared_xaxes=True, vertical_spacing=0.12)
     for row, (kernel_us, graph) in enumerate(models.values(), start=1):
         schedule = launch_schedule(kernel_us, launch_us, graph=graph)
@@ -212,8 +212,8 @@ def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 
 def timeline_browser(
     profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4
 ) -> ipywidgets.VBox:
-    """Sliders for a step and how many from it on, above their timeline and counts, with the trace also row by row.
-    most: steps drawn at once."""
+    """Return sliders for the first step and the number of steps, above timeline and counts. With a trace, accepted
+    tokens per row are added. most: largest number of steps."""
 
     def draw(step: int, count: int):
         last = min(step + count, len(profile.steps)) - 1
@@ -222,14 +222,13 @@ def timeline_browser(
         return timeline_figure(profile, step, last), counts + _rows_html(profile, trace, step, last)
 
     first, _ = _shown(profile, step, None)
-    sliders = {"step": slider(first, 0, len(profile.steps) - 1, "step"), "count": slider(1, 1, most, "how many")}
+    sliders = {"step": slider(first, 0, len(profile.steps) - 1, "step"), "count": slider(1, 1, most, "number of steps")}
     return live(draw, **sliders)
 
 
 def _rows_html(profile: Profile, trace: Trace | None, first: int, last: int) -> str:
-    """What each row had accepted, if the trace is there."""
     if trace is None:
         return ""
     steps = trace.steps[trace.steps.step.isin(profile.steps.number.loc[first:last])]
     table = steps.pivot(index="step", columns="row", values="accepted").astype("Int64")
-    return f"<p><b>accepted drafts per row</b></p>{table.to_html(border=0, na_rep='ended')}"
+    return f"<p><b>accepted draft tokens per row</b></p>{table.to_html(border=0, na_rep='ended')}"

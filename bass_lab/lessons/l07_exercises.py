@@ -13,10 +13,10 @@ from bass_lab.lessons.checking import Case, check, with_hint
 
 
 def check_merge(merge: Callable) -> bool:
-    """merge(out_a, lse_a, out_b, lse_b) -> (out, lse): two partial attention results as one.
+    """Check merge(out_a, lse_a, out_b, lse_b) -> (out, lse), two partial attention results as one.
 
-    out [R, D] is softmax(scores) V over a part of the keys, lse [R] the log of the sum of e^score there. A part without
-    keys has out 0 and lse -inf; so has the merge of two such parts.
+    out [R, D] is softmax(scores) V over a part of the keys; lse [R] is the log of the sum of e^score over the part. A
+    part without keys has out 0 and lse -inf. The merge of two empty parts is empty.
     """
     return check(merge, _merge_cases())
 
@@ -40,7 +40,7 @@ def _merge_cases() -> Iterator[Case]:
 
 
 def _partial(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over these keys alone. scores [R, N], values [N, D] -> out [R, D], lse [R]."""
+    """Return attention over these keys: out [R, D], lse [R]. scores: [R, N]; values: [N, D]."""
     if scores.shape[1] == 0:
         return scores.new_zeros(len(scores), values.shape[1]), scores.new_full((len(scores),), -torch.inf)
     return scores.softmax(1) @ values, scores.logsumexp(1)
@@ -62,11 +62,11 @@ def _brief(value: object) -> str:
 
 
 def check_keys_needed(keys_needed: Callable) -> bool:
-    """keys_needed(first, last, kv_length, window, block) -> (begin, end): the keys that a tile of queries has to read.
+    """Check keys_needed(first, last, kv_length, window, block) -> (begin, end), the keys of a tile of queries.
 
-    Its queries stand at the positions first … last. A query sees the keys up to its own position and, unless window is
-    0, only the last `window` of them, its own included. begin is a multiple of `block`, as large as possible; end is as
-    small as possible, at most kv_length.
+    The queries have positions first … last. A query attends to keys up to its own position. If window > 0, a query
+    attends only to the last `window` keys, its own included. begin is a multiple of `block`, as large as possible; end
+    is as small as possible, at most kv_length.
     """
     return check(keys_needed, _window_cases())
 
@@ -97,10 +97,10 @@ def _same_range(wanted: tuple[int, int], result: object) -> str:
 
 
 def check_cut(cut: Callable) -> bool:
-    """cut(lengths, workers, overhead) -> [(row, begin, end), …]: pieces in the order in which they start.
+    """Check cut(lengths, workers, overhead) -> [(row, begin, end), …], pieces in order of their start.
 
-    Every key of every row has to be in one piece. A piece takes end - begin + overhead, and goes to the first worker
-    that is free. Right is a cut that ends at most a tenth later than the best cut into equal chunks.
+    Every key of every row must be in exactly one piece. A piece takes end - begin + overhead and goes to the first free
+    worker. A right cut takes at most 10% longer than the best cut into equal chunks.
     """
     return check(cut, _cut_cases())
 
@@ -125,7 +125,7 @@ def _equal_chunks(lengths: Sequence[int], chunk: int) -> list[tuple[int, int, in
 
 
 def _finish(pieces: Sequence[tuple[int, int, int]], workers: int, overhead: int) -> int:
-    from bass_kernels.accounting import Read, finish  # needs Triton installed, as its lesson does
+    from bass_kernels.accounting import Read, finish  # needs Triton
 
     return finish([Read(*piece) for piece in pieces], workers, overhead=overhead)
 
@@ -137,7 +137,7 @@ def _good_cut(lengths: Sequence[int], workers: int, overhead: int, best: int, re
         at = 0
         for _, begin, end in sorted(piece for piece in result if piece[0] == row):
             if begin != at or end <= begin:
-                return f"row {row}: after key {at} comes the piece {begin} … {end}"
+                return f"row {row}: the piece after key {at} is {begin} … {end}; pieces must be adjacent and not empty"
             at = end
         if at != length:
             return f"row {row}: the pieces end at {at} of {length}"
@@ -146,9 +146,9 @@ def _good_cut(lengths: Sequence[int], workers: int, overhead: int, best: int, re
 
 
 def check_softcap(kernel: Callable, device: str = "cpu") -> bool:
-    """kernel[(1,)](scores, out, cap, N=…): a Triton kernel that writes cap · tanh(scores / cap) of N scores to `out`.
+    """Check a Triton kernel kernel[(1,)](scores, out, cap, N=…) that writes cap · tanh(scores / cap) to `out`.
 
-    float32 [N], N a power of two. device: where the kernel runs ("cpu": in Triton's interpreter).
+    scores, out: float32 [N], N a power of two. device: "cpu" uses Triton's interpreter.
     """
 
     def capped(scores: Tensor, cap: float) -> Tensor:
@@ -171,14 +171,14 @@ def _is_capped(scores: Tensor, cap: float, result: Tensor) -> str:
     wanted = cap * (scores / cap).tanh()
     mistakes = {
         "the scores come back unchanged": scores,
-        "tanh is at most 1: the cap is missing in front of it": (scores / cap).tanh(),
-        "the scores have to be divided by the cap first": cap * scores.tanh(),
-        "they are cut off, not bent": scores.clamp(-cap, cap),
+        "tanh is at most 1; multiply it by the cap": (scores / cap).tanh(),
+        "divide the scores by the cap first": cap * scores.tanh(),
+        "the scores are clipped; use tanh": scores.clamp(-cap, cap),
     }
     found = result.cpu()
     if found.isnan().any():
         where = int(found.isnan().nonzero()[0])
-        return f"out[{where}] is NaN for the score {float(scores[where]):.4g}: not written, or e^x overflowed"
+        return f"out[{where}] is NaN for the score {float(scores[where]):.4g}: it was not written, or e^x overflowed"
     if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
         return ""
     where = int((found - wanted).abs().argmax())

@@ -1,4 +1,4 @@
-"""Figures and a widget of lesson 07: who reads which keys, what that costs, and where the limit lies."""
+"""Figures and a widget of lesson 07: keys read by each program, their cost, and the roofline."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from bass_lab.measure.roofline import Device, StepWork
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, panels
 
-if TYPE_CHECKING:  # the kernels need Triton, which exists for Linux alone
+if TYPE_CHECKING:  # the kernels need Triton, available only for Linux
     from bass_kernels.accounting import Account, Read
 
-# Okabe & Ito's, the dark ones lightened, so that numbers can be read on all of them.
+# Okabe & Ito, with dark colours lightened, so that numbers are readable on all colours.
 PROGRAMS = ("#56B4E9", "#E69F00", "#4DC0A0", "#D99BBD", "#F0E442", "#F08A4B", "#B8B8B8")
-KERNELS = {  # what each does, and its look
+KERNELS = {  # description, look
     "pad": ("one launch; every row as long as the longest", "regular"),
-    "ragged": ("one launch; the numbers are places in the work list", "accepted"),
-    "split": ("one launch per row, one after the other", "recovered"),  # last: where it equals ragged, both show
+    "ragged": ("one launch; numbers are positions in the work list", "accepted"),
+    "split": ("one launch per row, one after the other", "recovered"),  # last, in front of ragged
 }
 
 
 def batch_figure(lengths: Sequence[int], query_length: int) -> go.Figure:
-    """The batch: per row the committed keys, the new tokens at their end, and slots that are not the row's."""
+    """Return the batch: committed keys, new tokens, and unused slots per row."""
     figure = empty_figure("A ragged batch: keys per row", "position", "row", height=190 + 26 * len(lengths))
     rows, most = list(range(len(lengths))), max(lengths)
     committed = [length - query_length for length in lengths]
     parts = [
         ("committed", [0] * len(rows), committed, "accepted"),
         (f"{query_length} new tokens", committed, [query_length] * len(rows), "recovered"),
-        ("not the row's", list(lengths), [most - length for length in lengths], "nothing"),
+        ("unused by the row", list(lengths), [most - length for length in lengths], "nothing"),
     ]
     for name, base, width, look in parts:
         figure.add_trace(bars(name, width, rows, look, orientation="h", base=base))
@@ -44,18 +44,18 @@ def batch_figure(lengths: Sequence[int], query_length: int) -> go.Figure:
 
 
 def reads_figure(lengths: Sequence[int], launches: dict[str, list[Read]], block: int) -> go.Figure:
-    """Rows × blocks of keys, for each kernel in `launches`: one colour per program, hatched what is not the row's."""
+    """Return rows × blocks of keys for each kernel in `launches`: one colour per program, unused slots hatched."""
     titles = [f"<b>{name}</b>: {KERNELS[name][0]}" for name in launches]
     height = 150 + 26 * len(lengths) * len(launches)
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.08}
-    figure = panels(len(launches), 1, titles, "Who reads which keys (per KV head)", height, **stacked)
+    figure = panels(len(launches), 1, titles, "Keys read by each program (per KV head)", height, **stacked)
     for place, (name, reads) in enumerate(launches.items(), start=1):
         for wasted, part in _cells(lengths, reads, block).groupby("wasted"):
-            about = "not the row's" if wasted else name
+            about = "unused by the row" if wasted else name
             drawn = bars(about, part.end - part.begin, part.row, "nothing", orientation="h", base=part.begin)
             if not wasted:
                 drawn.marker = {"color": [PROGRAMS[program % len(PROGRAMS)] for program in part.program]}
-            hover = "row %{y}, program %{customdata}: keys %{base} and on, %{x} of them<extra></extra>"
+            hover = "row %{y}, program %{customdata}: %{x} keys from %{base}<extra></extra>"
             drawn.update(marker_line={"color": "white", "width": 1}, customdata=part.program, hovertemplate=hover)
             figure.add_trace(drawn, place, 1)
         figure.add_trace(_numbers(reads), place, 1)
@@ -65,7 +65,6 @@ def reads_figure(lengths: Sequence[int], launches: dict[str, list[Read]], block:
 
 
 def _cells(lengths: Sequence[int], reads: Sequence[Read], block: int) -> pd.DataFrame:
-    """Every read cut at the edges of blocks and at the end of its row."""
     cells = []
     for program, read in enumerate(reads):
         length = lengths[read.row]
@@ -77,7 +76,6 @@ def _cells(lengths: Sequence[int], reads: Sequence[Read], block: int) -> pd.Data
 
 
 def _numbers(reads: Sequence[Read]) -> go.Scatter:
-    """The programs' numbers, in their middle, where there is room."""
     widest = max(read.end for read in reads)
     shown = [(number, read) for number, read in enumerate(reads) if read.end - read.begin > widest / 30]
     places = {"x": [(read.begin + read.end) / 2 for _, read in shown], "y": [read.row for _, read in shown]}
@@ -85,8 +83,8 @@ def _numbers(reads: Sequence[Read]) -> go.Scatter:
 
 
 def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
-    """Left: megabytes of keys and values that each kernel reads, the wasted ones hatched. Right: when it is done."""
-    titles = ["MB read for one layer (hatched: in vain)", "done after … keys (model)"]
+    """Return MB of keys and values per kernel, wasted MB hatched (left), and the kernel's end (right)."""
+    titles = ["MB read per layer (hatched: wasted)", "done after … keys (model)"]
     figure = panels(1, 2, titles, "", 230, shared_yaxes=True, horizontal_spacing=0.06)
     found = pd.DataFrame({name: account._asdict() for name, account in accounts.items()}).T
     megabytes = found[["needed", "wasted"]] * bytes_per_key / 1e6
@@ -97,7 +95,7 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
     ):
         texts = [format(value, form) if value else "" for value in values]
         drawn = bars(name, values, found.index, look, orientation="h", text=texts, textposition="auto")
-        # White on its stripes is hard to read.
+        # White on stripes is hard to read.
         drawn.update(textfont_color="black" if look == "nothing" else None)
         figure.add_trace(drawn.update(hovertemplate=f"%{{y}}, {name}: %{{x:{form}}}<extra></extra>"), 1, column)
     figure.update_layout(barmode="stack", showlegend=False, margin={"t": 40, "b": 30})
@@ -107,8 +105,8 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
 def spread_slider(
     account: Callable[[list[int]], dict[str, Account]], batch: int, mean: int, bytes_per_key: int, value: float = 0.5
 ) -> ipywidgets.VBox:
-    """A slider for the spread of the lengths, at equal mean, above a sentence and `cost_chart` of them. account: KV
-    lengths to their cost, by kernel."""
+    """Return a slider for the spread of the lengths, at equal mean, above a sentence and `cost_chart`. account:
+    function from KV lengths to accounts by kernel."""
     from bass_kernels.accounting import spread_lengths
 
     def draw(spread: float):
@@ -116,7 +114,7 @@ def spread_slider(
         accounts = account(lengths)
         sentence = (
             f"<b>spread {spread:.1f}</b>: rows of {min(lengths)} … {max(lengths)} keys; "
-            f"{accounts['pad'].wasted_share:.0%} of what <i>pad</i> reads is wasted"
+            f"<i>pad</i> wastes {accounts['pad'].wasted_share:.0%} of its reads"
         )
         return sentence, cost_chart(accounts, bytes_per_key)
 
@@ -126,11 +124,11 @@ def spread_slider(
 def spread_chart(
     account: Callable[[list[int]], dict[str, Account]], batch: int, mean: int, spreads: Sequence[float]
 ) -> go.Figure:
-    """What `spread_slider` shows, at every spread at once: keys read over keys needed, and time (model)."""
+    """Return keys read ÷ keys needed, and time (model), against the spread of `spread_slider`."""
     from bass_kernels.accounting import spread_lengths
 
     titles = ["keys read ÷ keys needed", "done after … keys (model)"]
-    figure = panels(1, 2, titles, "The same, at every spread", 360, horizontal_spacing=0.1)
+    figure = panels(1, 2, titles, "Keys read and time against the spread", 360, horizontal_spacing=0.1)
     found = [account(spread_lengths(batch, mean, spread)) for spread in spreads]
     for name, (_, look) in KERNELS.items():
         costs = [each[name] for each in found]
@@ -141,7 +139,7 @@ def spread_chart(
 
 
 def floor_table(models: Mapping[str, StepWork], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
-    """Per model and KV length: MB of keys and values per layer, the least time in µs, and their share of a step's
+    """Return per model and KV length: MB of keys and values per layer, least time in µs, and share of a step's
     bytes."""
     lines = []
     for name, model in models.items():
@@ -154,9 +152,9 @@ def floor_table(models: Mapping[str, StepWork], kv_lengths: Sequence[int], batch
 
 
 def share_chart(table: pd.DataFrame) -> go.Figure:
-    """Attention's share of a decode step's bytes, from `floor_table`: bars per model and KV length."""
+    """Return attention's share of a decode step's bytes per model and KV length, from `floor_table`."""
     wide = table["share of a step"].unstack("model", sort=False)
-    figure = empty_figure("How much of a decode step is attention?", "KV length of every row", "", height=350)
+    figure = empty_figure("Attention's share of a decode step", "KV length of every row", "", height=350)
     for (name, shares), look in zip(wide.items(), CURVES, strict=False):
         texts = [f"{share:.0%}" for share in shares]
         figure.add_trace(bars(name, wide.index.astype(str), shares, look, text=texts, textposition="outside"))
@@ -165,9 +163,9 @@ def share_chart(table: pd.DataFrame) -> go.Figure:
 
 
 def roofline(models: Mapping[str, StepWork], query_lengths: Sequence[int], device: Device) -> go.Figure:
-    """Attainable flop/s over flop per byte, with bf16 attention of each model at these query lengths marked."""
+    """Return attainable flop/s against flop per byte, with bf16 attention of each model at these query lengths."""
     title = f"Roofline of one {device.name}: ridge at {device.ridge:.0f} flop per byte"
-    figure = empty_figure(title, "flop per byte read = query length × group", "Tflop/s at most", height=450)
+    figure = empty_figure(title, "flop per byte read = query length × group", "attainable Tflop/s", height=450)
     roof = [0.5, device.ridge, 2000.0]
     line = [device.attainable(x) / 1e12 for x in roof]
     figure.add_scatter(x=roof, y=line, mode="lines", name="roof", line={"color": "black"})
@@ -182,8 +180,8 @@ def roofline(models: Mapping[str, StepWork], query_lengths: Sequence[int], devic
 
 
 def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
-    """Ragged batches of this size, per model, KV length and query length: MB to read, the floor in µs (a copy's
-    bandwidth), µs and percent of that of `ragged` and of the fastest peer. records: of the kind "kernels"."""
+    """Return per model, KV length and query length of ragged batches: MB to read, floor in µs (bandwidth of a copy),
+    µs and percent of that bandwidth for `ragged` and the fastest peer. records: of kind "kernels"."""
     index, lines = ["model", "kv_length", "query_length"], []
     columns = [*index, "MB", "floor µs", "ragged µs", "ragged %", "fastest peer", "peer µs", "peer %"]
     for case, part in records.query("batch == @batch and distribution == 'ragged'").groupby(index):
@@ -199,8 +197,8 @@ def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
 
 
 def shares_figure(records: pd.DataFrame) -> go.Figure:
-    """Percent of a copy's bandwidth against the bytes to read: `ragged` and the fastest peer; the floor is at 100."""
-    figure = empty_figure("How much of a copy's bandwidth", "MB of keys and values per layer", "percent", 430)
+    """Return percent of a copy's bandwidth against bytes, for `ragged` and the fastest peer. The floor is at 100."""
+    figure = empty_figure("Share of a copy's bandwidth", "MB of keys and values per layer", "percent", 430)
     case = ["model", "batch", "query_length", "kv_length", "distribution"]
     peers = records[~records.kernel.isin(KERNELS)].sort_values("us").drop_duplicates(case)
     for name, part, look in (("ragged", records[records.kernel == "ragged"], "accepted"),
@@ -215,17 +213,17 @@ def shares_figure(records: pd.DataFrame) -> go.Figure:
 
 
 def records_table(records: pd.DataFrame) -> pd.DataFrame:
-    """Median percent of the copy bandwidth per device, kernel and query length, of reads from 64 MB on."""
+    """Return percent of the copy bandwidth per device, kernel and query length, for reads of at least 64 MB."""
     large = records.query("gb >= 0.064")
     index = ["device", "kernel", "query_length"]
     return large.groupby(index).percent_of_copy.agg(["count", "min", "median", "max"]).round(1)
 
 
 def records_figure(records: pd.DataFrame) -> go.Figure:
-    """Every measured case from 64 MB on as a point: percent of the copy bandwidth, by kernel."""
+    """Return every measured case of at least 64 MB as a point: percent of the copy bandwidth, by kernel."""
     large = records.query("gb >= 0.064")
     kernels = large.groupby("kernel").percent_of_copy.median().sort_values().index
-    title = "Measured, per kernel"
+    title = "Measured bandwidth per kernel"
     figure = empty_figure(title, "percent of a copy's bandwidth", "", height=140 + 40 * len(kernels))
     for kernel in kernels:
         part = large[large.kernel == kernel]

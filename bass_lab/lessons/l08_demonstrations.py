@@ -1,4 +1,4 @@
-"""Lesson 08: where a step's time goes, what bounds it, and how that stands beside the paper."""
+"""Lesson 08: times of a step's phases, their roofline bounds, and a comparison with the paper."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PAPER = {  # arXiv 2404.15778, abstract
     "tokens/s": 1100.0,
     "over regular": 2.15,
 }
-SHAPE, BATCHES = "paper-7.8b", (1, 8, 32)  # of the record at real sizes
-PLAIN = {"attention": "ragged", "compile": "compiled+graphs"}  # how its ways are made, but for comparisons of these
+SHAPE, BATCHES = "paper-7.8b", (1, 8, 32)  # in the record at real sizes
+PLAIN = {"attention": "ragged", "compile": "compiled+graphs"}  # usual settings; other settings are named
 COLUMNS = ["batch", "way", "source", "method", "device", "dtype", "synthetic", "ms", "tokens/s", "over regular",
            "bandwidth", "exact"]  # fmt: skip
 PHASES = ("draft", "verify", "other")
@@ -34,10 +34,10 @@ def step_phases(
     pair: ModelPair, prompts: Sequence[str], batches: Sequence[int], draft_lengths: Sequence[int | None],
     repeats: int = 5, **options,
 ) -> pd.DataFrame:  # fmt: skip
-    """Medians over the decode steps of several runs that take turns, one line per (batch, k).
+    """Return medians over the decode steps of interleaved runs, one line per (batch, k).
 
-    Of the default policy (None) the steps of its most frequent length count. Columns: batch, k; draft, verify, other:
-    ms of a step; step: their sum; tokens: emitted per row and step; kv: mean keys of a row. options: as in `generate`.
+    For the default policy (None), only steps with its most frequent length count. Columns: batch, k; draft, verify,
+    other: ms of a step; step: total; tokens: per row and step; kv: mean KV length of a row. options: as in `generate`.
     """
     parts = []
     for repeat in range(repeats + 1):
@@ -45,8 +45,8 @@ def step_phases(
             for k in draft_lengths:
                 out = generate(pair, prompts[:batch], draft_length=k, eos_token_id=(), **options)
                 steps = out.trace.steps.query("kind == 'decode'" if k is None else "kind == 'decode' and k == @k")
-                whole = steps[steps.groupby("step").row.transform("size") == batch]  # before any row has ended
-                if repeat:  # the first warms up
+                whole = steps[steps.groupby("step").row.transform("size") == batch]  # all rows live
+                if repeat:  # the first repeat warms up
                     parts.append(whole.assign(batch=batch, policy=k is None, tokens=whole.accepted + 1))
     steps = pd.concat(parts)
     usual = steps.groupby(["batch", "policy"]).k.transform(lambda lengths: lengths.mode()[0])
@@ -57,10 +57,10 @@ def step_phases(
 
 
 def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
-    """The target's pass of each line of `step_phases` against its roof, and what of the device is used.
+    """Return the target pass of each line of `step_phases`, its roofline time, and the device utilisation.
 
-    Columns: batch, k, verify and roof (ms), limit ("arithmetic" or "memory"), share (of the roof), intensity (flop per
-    byte), verified and emitted: `roofline.utilisation`.
+    Columns: batch, k, verify and roof (ms), limit ("arithmetic" or "memory"), share (roof / verify), intensity (flop
+    per byte), verified and emitted (`roofline.utilisation`).
     """
     lines = []
     for line in phases.itertuples():
@@ -75,26 +75,26 @@ def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
 
 
 def _as_step(line: NamedTuple) -> pd.DataFrame:
-    """A line of `step_phases` as a trace's step in which every row drafts, emits and holds the mean."""
+    """Return a line of `step_phases` as a step of a trace with the mean values in every row."""
     rows = {"step": 0, "row": range(line.batch), "kind": "decode", "drafted": line.k, "emitted": line.tokens}
     return pd.DataFrame(rows | {"kv_length": line.kv} | {f"{phase}_ms": getattr(line, phase) for phase in PHASES})
 
 
 def beside_the_paper(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
-    """The abstract's figures and those of `batched` in the records at this batch size, hardware named."""
+    """Return the numbers of the abstract and of `batched` in the records at this batch size, with hardware."""
     ours = records[(records.method == "batched") & (records.batch == batch)]
     lines = [{"source": "the paper, abstract", **PAPER}]
     for line in ours.itertuples():
         about = {"models": line.models, "device": f"{line.device} ({line.cores} CPU cores)", "batch": line.batch}
         speed = {"mean ms per token": line.mean_ms, "tokens/s": line.tokens_per_second}
-        lengths = "as it comes" if pd.isna(line.k) else f"k {line.k:.0f}"
+        lengths = "default policy" if pd.isna(line.k) else f"k {line.k:.0f}"
         source = f"measured, {line.prompt_set} prompts, {lengths}"
         lines.append({"source": source} | about | speed | {"over regular": line.over_regular})
     return pd.DataFrame(lines).set_index("source")
 
 
 def gpu_of(record: GpuRecord | None) -> Device:
-    """The GPU of a record at real sizes, with the peaks that were measured there; an H100's data sheet without."""
+    """Return the GPU of a record at real sizes with measured peaks, or an H100's data sheet without a record."""
     if record is None:
         return H100
     line = record.content.iloc[-1]
@@ -103,7 +103,7 @@ def gpu_of(record: GpuRecord | None) -> Device:
 
 
 def nearest_to_the_paper(record: GpuRecord | None) -> pd.Series | None:
-    """The fastest batched line of a GPU's record at the paper's sizes and batch. None where nobody has recorded one."""
+    """Return the fastest batched line of a GPU's record at the paper's sizes and batch, or None."""
     if record is None:
         return None
     lines = record.content.query("shape == @SHAPE and batch == @PAPER['batch'] and method == 'batched'")
@@ -111,11 +111,10 @@ def nearest_to_the_paper(record: GpuRecord | None) -> pd.Series | None:
 
 
 def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
-    """The paper's 7.8B + 310M, by batch size: what a GPU recorded, the roofline of regular decoding, and the paper's
-    figure.
+    """Return times at the paper's 7.8B + 310M by batch size: measured on a GPU, roofline of regular decoding, paper.
 
-    Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (per token
-    of a row, mean), tokens/s, over regular, bandwidth (share of a copy's), exact (of the embedded pair).
+    Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (mean per
+    token of a row), tokens/s, over regular, bandwidth (share of a copy's), exact (of the embedded pair).
     """
     device, work = gpu_of(record), StepWork.of(named_config(SHAPES[SHAPE].target, SHAPE), torch.bfloat16)
     measured = (
@@ -136,7 +135,7 @@ def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
 
 
 def _measured(line: NamedTuple) -> dict:
-    """A line of `at_real_sizes` from one of a record."""
+    """Return a line of `at_real_sizes` from a line of a record."""
     parts = [f"{line.method} {line.policy}".strip()]
     parts += [f"α {line.alpha:g}"] if pd.notna(line.alpha) else []
     parts += [getattr(line, name) for name, usual in PLAIN.items() if getattr(line, name) != usual]

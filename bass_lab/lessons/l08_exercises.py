@@ -11,11 +11,11 @@ from bass_lab.lessons.checking import Case, check, with_hint
 
 
 def check_latencies(latencies: Callable) -> bool:
-    """latencies(started, finished, tokens) -> (first, mean, last): milliseconds per token of the rows of a batch.
+    """Check latencies(started, finished, tokens) -> (first, mean, last), milliseconds per token of a batch's rows.
 
-    Lists with one entry per row: when its prefill ended and when its last token came (seconds), and its tokens, the one
-    that the prefill gave included. The latency of a row is the time between the two, divided by the tokens that came in
-    it. first and last: the least and the greatest of the rows' latencies; mean: over the rows.
+    Lists with one entry per row. started: end of the prefill (s); finished: time of the last token (s); tokens: number
+    of tokens, with the prefill's token. The latency of a row is finished - started, divided by the tokens in this time.
+    first: smallest latency; last: largest latency; mean: over the rows.
     """
     return check(latencies, _latency_cases())
 
@@ -26,7 +26,7 @@ def _latency_cases() -> Iterator[Case]:
         ("one row", [0.5], [1.5], [101]),
         ("equal rows", [0.0, 0.0], [1.0, 1.0], [51, 51]),
         ("short and long texts", [0.0, 0.0], [0.5, 2.0], [101, 201]),
-        ("rows that take turns", [0, 1], [1, 3], [11, 11]),
+        ("rows one after the other", [0, 1], [1, 3], [11, 11]),
     ]
     for number in range(100):
         rows = chance.randint(1, 8)
@@ -41,11 +41,11 @@ def _latency_cases() -> Iterator[Case]:
 
 
 def check_floor(floor: Callable) -> bool:
-    """floor(weights, per_key, batch, query_length, kv_length, bandwidth, flops) -> the least seconds of a pass.
+    """Check floor(weights, per_key, batch, query_length, kv_length, bandwidth, flops) -> the least seconds of a pass.
 
-    The model has `weights` parameters in matrix products, two bytes each, all read once per pass, and `per_key` bytes
-    of keys and values per position; each row has kv_length of them to read. A token costs two operations per parameter
-    (attention's own are left out). bandwidth in bytes/s, flops in operations/s; both go on at the same time.
+    weights: parameters in matrix products, two bytes each, all read once per pass. per_key: bytes of keys and values
+    per position; a row reads kv_length positions. A token takes two operations per parameter (without attention).
+    bandwidth: bytes/s; flops: operations/s. Reads and operations overlap.
     """
     return check(floor, _floor_cases())
 
@@ -65,12 +65,12 @@ def _floor_cases() -> Iterator[Case]:
         peaks = f"bandwidth {bandwidth:g}, flops {flops:g}"
         sizes = f"weights {weights:g}, per_key {per_key}, batch {batch}, query_length {query_length}"
         mistakes = {
-            "both go on at the same time: the longer one counts, not the sum": memory + arithmetic,
-            "the longer of the two counts": min(memory, arithmetic),
+            "reads and operations overlap: use the longer time, not the sum": memory + arithmetic,
+            "use the longer of the two times": min(memory, arithmetic),
             "the weights are read once for all tokens": max(memory * batch * query_length, arithmetic),
-            "the keys and values of all rows have to be read, too": max(2 * weights / bandwidth, arithmetic),
-            "every one of the query_length tokens is computed": max(memory, arithmetic / query_length),
-            "a token costs two operations per parameter": max(memory, arithmetic / 2),
+            "the keys and values of all rows are read, too": max(2 * weights / bandwidth, arithmetic),
+            "all query_length tokens are computed": max(memory, arithmetic / query_length),
+            "a token takes two operations per parameter": max(memory, arithmetic / 2),
             "a weight takes two bytes": max(memory - weights / bandwidth, arithmetic),
         }
         mistakes = {said: (seconds,) for said, seconds in mistakes.items()}
@@ -78,15 +78,15 @@ def _floor_cases() -> Iterator[Case]:
 
 
 _LATENCY_MISTAKES = (
-    "the prefill's token came at the beginning of the time, not in it",
+    "the prefill's token comes before this time and does not count",
     "these are seconds, not milliseconds",
-    "a row's time begins when its own prefill ended",
-    "the mean is over the rows' latencies, each row counting once",
+    "a row's time starts at the end of its own prefill",
+    "the mean is over rows, and each row counts once",
 )
 
 
 def _latencies(started: Sequence[float], finished: Sequence[float], tokens: Sequence[int]) -> list[tuple[float, ...]]:
-    """The reference, and what each of the usual mistakes gives."""
+    """Return the right result, and the result of each common mistake."""
 
     def summary(each: Sequence[float]) -> tuple[float, ...]:
         return min(each), sum(each) / len(each), max(each)

@@ -1,4 +1,4 @@
-"""Figures of lesson 08: speed, latency, the phases of a step, and the roof above a pass."""
+"""Figures of lesson 08: throughput, latency, phases of a step, and the roofline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bass_lab.show.looks import METHODS, bars, curve, empty_figure, interval, ti
 
 
 def throughput_figure(records: pd.DataFrame) -> go.Figure:
-    """Tokens per second of all rows together, per batch size and method."""
+    """Return tokens per second of the batch, per batch size and method."""
     figure = empty_figure(titled("Throughput of the batch", records), "batch size", "tokens per second", 420)
     for method, part in _by_method(records):
         drawn = bars(method, part.batch.astype(str), part.tokens_per_second, method)
@@ -21,8 +21,8 @@ def throughput_figure(records: pd.DataFrame) -> go.Figure:
 
 
 def gain_figure(records: pd.DataFrame) -> go.Figure:
-    """Speed over regular decoding against the batch size, with 95% intervals of the paired ratios."""
-    figure = empty_figure(titled("Speed over regular decoding", records), "batch size", "times as fast", 420)
+    """Return relative speed against the batch size, with 95% intervals of the paired ratios."""
+    figure = empty_figure(titled("Speed relative to regular decoding", records), "batch size", "times as fast", 420)
     for method, part in _by_method(records):
         if method != "regular":
             whiskers = interval(part.over_regular, part.low, part.high)
@@ -33,7 +33,7 @@ def gain_figure(records: pd.DataFrame) -> go.Figure:
 
 
 def latency_figure(records: pd.DataFrame) -> go.Figure:
-    """Milliseconds per token of a row: from the first row to finish to the last, the mean marked."""
+    """Return ms per token of a row: first row, mean and last row."""
     figure = empty_figure("Latency of a row: first, mean and last", "batch size", "ms per token", 420)
     parts, sizes = _by_method(records), sorted(records.batch.unique())
     for place, (method, part) in enumerate(parts):
@@ -48,13 +48,13 @@ def latency_figure(records: pd.DataFrame) -> go.Figure:
 
 
 def _by_method(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The lines of each method in the order of `METHODS`; of several draft lengths the first."""
+    """Return the lines of each method in the order of `METHODS`, for the first draft length."""
     once = records.drop_duplicates(["method", "batch"])
     return [(method, once[once.method == method]) for method in METHODS if (once.method == method).any()]
 
 
 def phases_figure(phases: pd.DataFrame) -> go.Figure:
-    """What an emitted token costs: a step's phases divided by the tokens that a row emits in it."""
+    """Return the phases of a step divided by the tokens per row and step."""
     figure = empty_figure("Time per token of a row, by phase", "ms per token", "", 170 + 38 * len(phases))
     labels = [f"batch {line.batch}, {f'k = {line.k}' if line.k else 'regular'}" for line in phases.itertuples()]
     for phase in PHASES:
@@ -65,7 +65,7 @@ def phases_figure(phases: pd.DataFrame) -> go.Figure:
 
 
 def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
-    """The target's passes under the roof of the device: arithmetic against flop per byte, both logarithmic."""
+    """Return target passes under the device's roofline: Gflop/s against flop per byte, both logarithmic."""
     device = roofline.device
     figure = empty_figure(f"Roofline: {device.name}", "flop per byte of memory", "Gflop/s", 460)
     x = np.geomspace(bound.intensity.min() / 2, max(bound.intensity.max(), device.ridge) * 2, 60)
@@ -73,7 +73,7 @@ def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
     figure.add_scatter(name="roof", x=x, y=roof, mode="lines", line={"color": "black"}, hoverinfo="skip")
     for method, part in (("regular", bound[bound.k == 0]), ("batched", bound[bound.k > 0])):
         reached = np.minimum(part.intensity * device.bandwidth, device.flops) * part.share / 1e9
-        points = curve(f"{method}: passes of the target", part.intensity, reached, method, "markers+text")
+        points = curve(f"{method}: target passes", part.intensity, reached, method, "markers+text")
         points.update(text=part.batch.astype(str), textposition="top left", marker_size=11, customdata=part.share)
         hover = f"{method}, batch %{{text}}: %{{y:.0f}} Gflop/s, %{{customdata:.0%}} of the roof<extra></extra>"
         figure.add_trace(points.update(hovertemplate=hover))
@@ -81,7 +81,7 @@ def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
 
 
 def real_sizes_figure(table: pd.DataFrame) -> go.Figure:
-    """Milliseconds per token of a row: a bar per line of `at_real_sizes`, labelled with its speed over regular."""
+    """Return ms per token of a row, a bar per line of `at_real_sizes` labelled with the speed over regular."""
     title = titled("7.8B + 310M on a GPU: time per token of a row", table)
     figure = empty_figure(title, "ms per token (mean over rows)", "", 150 + 27 * len(table))
     papers = table.source.map({"the paper": " (paper)"}).fillna("")

@@ -11,10 +11,10 @@ from bass_lab.lessons.checking import Case, check
 
 
 def check_pass_at_first(pass_at_first: Callable) -> bool:
-    """pass_at_first(finish, confidence, passed, budget) -> bool: whether a problem counts as solved.
+    """Check pass_at_first(finish, confidence, passed, budget) -> bool, True if a problem is solved.
 
-    Lists with one entry per row: when it was done (seconds; NaN: never), its mean log-probability, and whether it is
-    right. Of the rows that are done within the budget, the most confident one has to be right; of equal ones the first.
+    Lists with one entry per row. finish: end of the row (seconds; NaN: never); confidence: mean log-probability;
+    passed: True if the row is right. The most confident row within the budget must be right. Ties: the first row.
     """
     return check(pass_at_first, _cases())
 
@@ -23,12 +23,12 @@ def _cases() -> Iterator[Case]:
     chance = random.Random(9)
     drawn = [
         ("one row, right and in time", [1.0], [-0.5], [True], 2.0),
-        ("done at the very end", [2.0], [-0.5], [True], 2.0),
+        ("done exactly at the budget", [2.0], [-0.5], [True], 2.0),
         ("too late", [2.5], [-0.5], [True], 2.0),
-        ("nobody is done", [math.nan, 3.0], [-0.1, -0.2], [True, True], 2.0),
+        ("no row is done", [math.nan, 3.0], [-0.1, -0.2], [True, True], 2.0),
         ("the most confident row is too late", [1.0, 9.0], [-0.9, -0.1], [True, False], 2.0),
         ("the most confident row is wrong", [1.0, 1.0], [-0.9, -0.1], [True, False], 2.0),
-        ("equally confident: the first counts", [1.5, 1.0], [-0.3, -0.3], [False, True], 2.0),
+        ("equally confident: the first row counts", [1.5, 1.0], [-0.3, -0.3], [False, True], 2.0),
     ]
     for number in range(200):
         n = chance.randint(1, 6)
@@ -44,13 +44,13 @@ def _cases() -> Iterator[Case]:
 
 
 def _judge(in_time: list[int], confidence: list[float], passed: list[bool], result: object) -> str:
-    """in_time: the rows that are done within the budget."""
+    """Return a message about a wrong result, or "". in_time: rows within the budget."""
     wanted = False
     if in_time:
         first = max(in_time, key=lambda row: (confidence[row], -row))
         wanted = passed[first]
-        why = f"rows {in_time} are done in time, and row {first}, the most confident of them, is "
+        why = f"rows {in_time} are done in time. The most confident of these rows, row {first}, is "
         why += "right" if wanted else "wrong"
     else:
         why = "no row is done in time"
-    return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}: {why}"
+    return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}; {why}"

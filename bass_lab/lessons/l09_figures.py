@@ -1,4 +1,4 @@
-"""Figures and a widget of lesson 09: what is done, and what is right, at which moment."""
+"""Figures and a widget of lesson 09: finished rows and right rows against time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bass_lab.evaluation import Evaluation
 from bass_lab.show.live_figures import live
 from bass_lab.show.looks import LOOKS, bars, curve, interval, panels
 
-BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed before the record
-STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "nothing"}  # of a row, and their looks
+BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed in advance
+STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "nothing"}  # state of a row: look
 
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
-    """One panel per metric: share of problems against the budget with its 95% band (`scores` with `method`)."""
+    """Return a panel per metric: share of problems against the budget with 95% band (`scores` with `method`)."""
     figure = _metric_panels("Problems solved within a time budget, with 95% intervals", metrics)
     shown = scores[scores.metric.isin(metrics)]
     for (metric, method), part in shown.groupby(["metric", "method"], sort=False):
@@ -33,13 +33,13 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
 
 
 def difference_figure(differences: pd.DataFrame) -> go.Figure:
-    """One panel per metric: what is gained at each budget, with paired 95% intervals. differences: of
-    `scores.difference`, with the columns `gain` (in words) and `over` (the method left behind)."""
+    """Return a panel per metric: gain at each budget, with paired 95% intervals. differences: of `scores.difference`,
+    with the columns `gain` (in words) and `over` (the baseline method)."""
     shown = differences[differences.metric.isin(["Pass@First", "Pass@All"])]
     metrics, gains = list(shown.metric.unique()), list(shown.gain.unique())
-    figure = _metric_panels("What is gained, problem by problem, with 95% intervals", metrics)
+    figure = _metric_panels("Paired gain per problem, with 95% intervals", metrics)
     for (metric, gain), part in shown.groupby(["metric", "gain"], sort=False):
-        beside = part.budget * 1.04 ** (2 * gains.index(gain) - len(gains) + 1)  # each other, not over each other
+        beside = part.budget * 1.04 ** (2 * gains.index(gain) - len(gains) + 1)  # side by side
         points = curve(gain, beside, part.value, part.over.iloc[0], "markers", legendgroup=gain, marker_size=8)
         points.update(error_y=interval(part.value, part.low, part.high), showlegend=metric == metrics[0])
         hover = "%{customdata[0]:.2f} s: %{y:+.1%} (%{customdata[1]:+.1%} to %{customdata[2]:+.1%})"
@@ -55,8 +55,8 @@ def _metric_panels(title: str, metrics: Sequence[str]) -> go.Figure:
 
 
 def standing(samples: pd.DataFrame, problem: str, budget: float) -> pd.DataFrame:
-    """The rows of one problem at a moment: row, start and finish in seconds, state (of `STATES`), and chosen by
-    Pass@First."""
+    """Return the rows of one problem at a budget: row, start and finish in seconds, state (of `STATES`), chosen (by
+    Pass@First)."""
     rows = samples[samples.problem == problem].sort_values("row")
     finish = rows.finish_seconds.fillna(np.inf)
     in_time = finish <= budget
@@ -67,11 +67,11 @@ def standing(samples: pd.DataFrame, problem: str, budget: float) -> pd.DataFrame
 
 
 def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -> go.Figure:
-    """One panel per method: a bar per row of the problem until it was done, and what it is worth at the budget."""
+    """Return a panel per method: a bar per row of the problem until its end, with its state at the budget."""
     standings = {method: standing(run.samples, problem, budget) for method, run in runs.items()}
     titles, height = [f"<b>{method}</b>" for method in runs], 200 + 20 * sum(map(len, standings.values()))
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.07}
-    figure = panels(len(runs), 1, titles, "When the rows of one problem are done", height, **stacked)
+    figure = panels(len(runs), 1, titles, "End of each row of one problem", height, **stacked)
     star = {"symbol": "star", "size": 13, "color": "#F0E442", "line": {"color": "black", "width": 1}}
     for panel, (method, rows) in enumerate(standings.items(), start=1):
         if method == "single":
@@ -83,9 +83,9 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
             figure.add_trace(drawn.update(customdata=part.finish, hovertemplate=hover, showlegend=False), panel, 1)
         chosen = rows[rows.chosen]
         mark = go.Scatter(x=chosen.finish, y=chosen.row, mode="markers", marker=star, showlegend=False)
-        hover = "row %{y}: the one that Pass@First grades<extra></extra>"
+        hover = "row %{y}: graded by Pass@First<extra></extra>"
         figure.add_trace(mark.update(name="most confident, in time", hovertemplate=hover), panel, 1)
-    for state, look in STATES.items():  # a legend that does not depend on which states there are
+    for state, look in STATES.items():  # a legend of all states
         figure.add_trace(bars(state, [None], [None], look), 1, 1)
     figure.add_vline(budget, line={"color": "black", "dash": "dash"})
     figure.update_layout(barmode="overlay", bargap=0.15)
@@ -96,7 +96,7 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
 
 
 def verdicts(runs: Mapping[str, Evaluation], problem: str, budget: float) -> pd.DataFrame:
-    """One line per method: rows done within the budget, right ones among them, and whether First and All pass."""
+    """Return per method: done rows and right rows within the budget, and the verdicts of First and All."""
     lines = []
     for method, run in runs.items():
         rows = standing(run.samples, problem, budget)
@@ -108,8 +108,8 @@ def verdicts(runs: Mapping[str, Evaluation], problem: str, budget: float) -> pd.
 
 
 def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidgets.VBox:
-    """A problem and a budget to choose above `finish_figure` and the verdicts as HTML. `children[1].value` is seconds
-    of its options."""
+    """Return controls for problem and budget above `finish_figure` and the verdicts as HTML. `children[1].value` is one
+    of the budget's options, in seconds."""
     samples = pd.concat([run.samples for run in runs.values()])
     seconds = samples.finish_seconds.dropna()
     grid = [(f"{value:.3f} s", float(value)) for value in np.geomspace(seconds.min() * 0.9, seconds.max(), steps)]

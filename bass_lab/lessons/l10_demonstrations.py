@@ -1,4 +1,4 @@
-"""Lesson 10: bytes of a pass, what a lossy rule does to the next token, and every way's time and right answers."""
+"""Lesson 10: bytes of a pass, distance of a lossy rule, and time and accuracy of each method."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from bass_lab.study.written import Written
 
 FULL = "full"
 KINDS = (FULL, "int8", "int4")
-LAUNCH = 5e-4, 1e-4  # seconds to launch a pass of the paper's target and of its draft: those of `modelled_h100`
+LAUNCH = 5e-4, 1e-4  # launch seconds of a target pass and a draft pass, as in `modelled_h100`
 
 
 def pass_bytes(model: PreTrainedModel) -> dict[str, int]:
-    """Return bytes of weights that every pass reads: of the linear layers that `quantized` changes, and of the rest."""
+    """Return bytes of weights read per pass: linear layers that `quantized` changes, and the rest."""
     head = model.get_output_embeddings()
     linear = {
         id(parameter)
@@ -47,12 +47,12 @@ def pass_bytes(model: PreTrainedModel) -> dict[str, int]:
 
 
 def copies(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """The model and its quantized copies, by kind."""
+    """Return the model and its quantized copies, by kind."""
     return {kind: model if kind == FULL else quantized(model, kind) for kind in KINDS}
 
 
 def paper_models(role: str) -> dict[str, PreTrainedModel]:
-    """A model of the paper's sizes in bfloat16 and its quantized copies: shapes, without memory for weights."""
+    """Return a model of the paper's sizes in bfloat16 and its quantized copies, without memory for weights."""
     shape = SHAPES["paper-7.8b"]
     with torch.device("meta"):
         config = named_config(shape.target if role == "target" else shape.draft, role)
@@ -60,7 +60,7 @@ def paper_models(role: str) -> dict[str, PreTrainedModel]:
 
 
 def bytes_table(models: Mapping[tuple[str, str], Mapping[str, PreTrainedModel]]) -> pd.DataFrame:
-    """A line per pair, role and kind of weights: MB of a pass, and how many times fewer than in full."""
+    """Return MB per pass by pair, role and kind of weights, and the reduction relative to full weights."""
     lines = []
     for (pair, role), kinds in models.items():
         full = sum(pass_bytes(kinds[FULL]).values())
@@ -74,8 +74,8 @@ def bytes_table(models: Mapping[tuple[str, str], Mapping[str, PreTrainedModel]])
 
 
 def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
-    """MB of weights of a speculative step with full weights, a smaller draft, a smaller target (`bytes_table`, one
-    pair)."""
+    """Return MB of weights of a speculative step with full weights, an INT4 draft, and an INT4 target (`bytes_table` of
+    one pair)."""
     size = table["a pass, MB"]
     ways = {"both full": (FULL, FULL), "draft in int4": (FULL, "int4"), "target in int4": ("int4", FULL)}
     lines = {
@@ -87,20 +87,20 @@ def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
 
 
 def largest_row(weight: Tensor) -> int:
-    """The output channel that has the largest weight."""
+    """Return the output channel with the largest weight."""
     return int(weight.abs().amax(1).argmax())
 
 
 def lossy_law(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
-    """Distribution [T, V] that the lossy rule emits for q [T, V] and p: likely drafts, and a draw from p for all
-    others."""
+    """Return the output distribution [T, V] of the lossy rule: likely draft tokens, and a draw from p for all other
+    draft tokens."""
     kept = q * _likely(p, epsilon)
     return kept + (1 - kept.sum(-1, keepdim=True)) * p
 
 
 class Positions(NamedTuple):
-    """Distributions at every position of texts that the target writes, per prompt [T, V]: the target's, and drafts' by
-    name."""
+    """Distributions [T, V] at every position of the target's text, per prompt. target: of the target; drafts: of draft
+    models, by name."""
 
     target: list[Tensor]
     drafts: dict[str, list[Tensor]]
@@ -115,14 +115,14 @@ def positions(
     temperature: float,
     seed: int = 0,
 ) -> Positions:
-    """What the target and each draft hold likely, at positions of texts that the target writes after the prompts."""
+    """Return the distributions of the target and each draft model on texts that the target writes."""
     written = Written.by(pair, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     return Positions(written.p, {name: written.read_by(draft) for name, draft in drafts.items()})
 
 
 def acceptances(found: Positions) -> pd.DataFrame:
-    """A line per draft: α = Σ min(p, q), mean over positions with its 95% interval (bootstrap over prompts); and the
-    paired change from the first draft (change, from, to)."""
+    """Return per draft model: α = Σ min(p, q), mean over positions with 95% interval (bootstrap over prompts), and the
+    paired change from the first draft model (change, from, to)."""
     sums = [
         [float(torch.minimum(p, q).sum()) for p, q in zip(found.target, each, strict=True)]
         for each in found.drafts.values()
@@ -134,8 +134,8 @@ def acceptances(found: Positions) -> pd.DataFrame:
 
 
 def lossy_distances(found: Positions, epsilons: Sequence[float]) -> pd.DataFrame:
-    """TV of the lossy rule's next token from the target's, with the first draft: mean with its 95% interval (bootstrap
-    over prompts), and α. The exact rule first, then a line per ε."""
+    """Return TV of the lossy rule's next token from the target, with the first draft model, and α. The lines are the
+    exact rule and each ε. tv: mean with 95% interval (bootstrap over prompts)."""
     q = next(iter(found.drafts.values()))
     together = list(zip(found.target, q, strict=True))
     tv = [[0.0] * len(together)]
@@ -154,7 +154,7 @@ def _likely(p: Tensor, epsilon: float) -> Tensor:
 
 
 def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means over positions of what was summed by prompt [P, M], and their intervals over prompts."""
+    """Return means over positions, and intervals over prompts. sums: [P, M], per prompt; texts: for the counts."""
     counts, times = np.array([len(text) for text in texts], float), drawn(len(texts))
     low, high = interval(times @ sums / (times @ counts)[:, None])
     return sums.sum(0) / counts.sum(), low, high
@@ -162,7 +162,7 @@ def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.nd
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to decode. epsilon: of the lossy rule; None is the exact one. draft_length: 0 is regular decoding."""
+    """Decoding method. epsilon: of the lossy rule, None for the exact rule. draft_length: 0 is regular decoding."""
 
     pair: ModelPair
     draft_length: int
@@ -170,7 +170,7 @@ class Variant:
 
 
 def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Variant]:
-    """The ways that the lesson compares, by name."""
+    """Return the compared methods by name."""
     return {
         "regular": Variant(pair, 0),
         "draft": Variant(pair, draft_length),
@@ -184,9 +184,9 @@ def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Varian
 
 
 def timed(ways: Mapping[str, Variant], prompts: Sequence[str], *, repeats: int, **options) -> pd.DataFrame:
-    """A line per way: ms between two tokens of a row (median over repeats, interleaved), the speed over the first way
-    as median of paired ratios with its 95% interval, tokens per step, α. Of decode steps past EOS. options: as in
-    `generate`."""
+    """Return per method: ms between two tokens of a row (median over interleaved repeats), tokens per step, α, and the
+    speed relative to the first method (median of paired ratios with 95% interval). Texts continue past EOS. options: as
+    in `generate`."""
     lines, new = [], options.pop("max_new_tokens", 128)
     decoding: dict[str, KeptSession] = {}
     with ExitStack() as sessions:
@@ -211,7 +211,7 @@ def timed(ways: Mapping[str, Variant], prompts: Sequence[str], *, repeats: int, 
 
 
 def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples: int, seed: int) -> pd.DataFrame:
-    """A line per way: pass@1 with its 95% interval, and the paired difference from the first way (change, from, to)."""
+    """Return per method: pass@1 with 95% interval, and the paired change from the first method (change, from, to)."""
     runs = {}
     for name, way in ways.items():
         with lossy(way.epsilon):
@@ -227,7 +227,7 @@ def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples:
 
 
 def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool = False) -> CostModel:
-    """MODELLED costs of the paper's models on an H100 with the bytes of `table`. own_copy: the target's copy drafts."""
+    """Return MODELLED H100 costs of the paper's models with bytes of `table`. own_copy: the target's copy drafts."""
     device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
     drafts = "target" if own_copy else "draft"
 
@@ -249,7 +249,7 @@ def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool =
 def on_h100(
     table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 512
 ) -> pd.Series:
-    """MODELLED ms between two tokens of a row on an H100: the roofline's step by the tokens per step measured here."""
+    """Return MODELLED ms between two tokens of a row on an H100: step time / tokens per step measured here."""
     lines = {}
     for name, way in ways.items():
         own = name.startswith("own")
@@ -262,7 +262,7 @@ def on_h100(
 def recorded_ms(
     cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 256
 ) -> pd.Series:
-    """ms between two tokens of a row by a GPU's recorded costs, of the ways with full weights and the own draft."""
+    """Return ms between two tokens of a row by a GPU's recorded costs, for methods with the pair's full weights."""
     known = {"regular", "draft"} | {name for name, way in ways.items() if way.epsilon is not None}
     lines = {
         name: 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]

@@ -1,4 +1,4 @@
-"""Exercises of lesson 10: unpack four bits, count the bytes of a step, and the distribution of a lossy rule."""
+"""Exercises of lesson 10: unpack 4-bit codes, bytes of a step, and the distribution of a lossy rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ HALF = 16  # codes in the low halves of a group's bytes
 
 
 def _same(found: object, wanted: Sequence[float]) -> bool:
-    """Return True if these are the numbers, up to rounding."""
     try:
         return np.shape(found) == np.shape(wanted) and np.allclose(np.asarray(found, float), wanted, 1e-6, 1e-9)
     except (TypeError, ValueError):
@@ -33,10 +32,10 @@ def _told(found: object, wanted: Sequence[float]) -> str:
 
 
 def check_unpack(unpack: Callable) -> bool:
-    """unpack(packed, scale) -> 32 floats: the weights of a group.
+    """Check unpack(packed, scale) -> 32 floats, the weights of a group.
 
-    packed: 16 integers 0 … 255, two codes each: in the low halves the codes of the first 16 inputs, in the high ones
-    those of the other 16; a code has four bits, -8 … 7 in two's complement. A weight is its code times the scale.
+    packed: 16 integers 0 … 255 with two 4-bit codes each. The low halves contain the codes of the first 16 inputs, the
+    high halves the codes of the last 16. A code is -8 … 7 in two's complement. A weight is code × scale.
     """
     return check(unpack, _packed_cases())
 
@@ -44,7 +43,7 @@ def check_unpack(unpack: Callable) -> bool:
 def _packed_cases() -> Iterator[Case]:
     chance = random.Random(10)
     drawn = [
-        ("codes 0 to 7 alone", [each % 8 | (each + 3) % 8 << 4 for each in range(HALF)], 0.5),
+        ("only codes 0 to 7", [each % 8 | (each + 3) % 8 << 4 for each in range(HALF)], 0.5),
         ("a negative code", [0x0F] + [0] * 15, 1.0),
         ("a negative scale", [0x78] * HALF, -0.25),
         ("a scale of zero", [chance.randrange(256) for _ in range(HALF)], 0.0),
@@ -58,7 +57,7 @@ def _packed_cases() -> Iterator[Case]:
 def _unpacked(
     packed: Sequence[int], scale: float, *, signed: bool = True, order: str = "halves", offset: int = 0
 ) -> list[float]:
-    """The reference, and, by its options, the mistakes that are made most often."""
+    """Return the right result, or, with options, the result of a common mistake."""
     low, high = [each & 15 for each in packed], [each >> 4 for each in packed]
     codes = {
         "halves": [*low, *high],
@@ -70,10 +69,10 @@ def _unpacked(
 
 
 _UNPACK_MISTAKES = {
-    "its codes have no sign; from 8 on a code of four bits stands for itself minus 16": {"signed": False},
-    "it takes codes for 0 … 15 with 8 in the middle; here they are in two's complement": {"signed": False, "offset": 8},
-    "it takes the two codes of a byte for neighbours": {"order": "in turn"},
-    "it takes the high halves for the first 16 inputs": {"order": "swapped"},
+    "the codes have no sign; a 4-bit code >= 8 means code - 16": {"signed": False},
+    "the codes are in two's complement, not 0 … 15 with 8 in the middle": {"signed": False, "offset": 8},
+    "the two codes of a byte are 16 inputs apart, not neighbours": {"order": "in turn"},
+    "the low halves contain the first 16 inputs, not the high halves": {"order": "swapped"},
 }
 
 
@@ -86,10 +85,10 @@ def _judge_unpacked(packed: Sequence[int], scale: float, result: object) -> str:
 
 
 def check_step_bytes(step_bytes: Callable) -> bool:
-    """step_bytes(target, draft, draft_length, target_bits, draft_bits) -> bytes of weights that a step reads.
+    """Check step_bytes(target, draft, draft_length, target_bits, draft_bits) -> bytes of weights read per step.
 
-    target, draft: how many weights. A step is `draft_length` passes of the draft and one of the target. Bits are 16, 8
-    or 4; weights of 4 bits have a scale of 16 bits for every 32 of them, the few scales of 8 bits are left out.
+    target, draft: number of weights. A step has `draft_length` draft passes and one target pass. Bits are 16, 8 or 4.
+    Every 32 weights of 4 bits have a scale of 16 bits. The few scales of 8-bit weights are not counted.
     """
     return check(step_bytes, _step_cases())
 
@@ -97,9 +96,9 @@ def check_step_bytes(step_bytes: Callable) -> bool:
 def _step_cases() -> Iterator[Case]:
     chance = random.Random(11)
     drawn = [
-        ("both in 16 bits, one draft", 320, 32, 1, 16, 16),
+        ("both in 16 bits, one draft token", 320, 32, 1, 16, 16),
         ("regular decoding", 320, 32, 0, 16, 16),
-        ("five drafts", 320, 32, 5, 16, 16),
+        ("five draft tokens", 320, 32, 5, 16, 16),
         ("a target of 8 bits", 320, 32, 5, 8, 16),
         ("a draft of 4 bits", 320, 32, 5, 16, 4),
         ("the paper's sizes, both in 4 bits", 7_800_000_000, 310_000_000, 5, 4, 4),
@@ -115,7 +114,7 @@ def _bytes(
     target: int, draft: int, draft_length: int, target_bits: int, draft_bits: int, *,
     scales: bool = True, once: bool = False, targets: int = 0, bits: bool = False, swapped: bool = False,
 ) -> float:  # fmt: skip
-    """The reference, and, by its options, the mistakes that are made most often."""
+    """Return the right result, or, with options, the result of a common mistake."""
     if swapped:
         target_bits, draft_bits = draft_bits, target_bits
     wide = {16: 16, 8: 8, 4: 4 + 16 / 32 * scales}
@@ -125,11 +124,11 @@ def _bytes(
 
 
 _BYTES_MISTAKES = {
-    "the draft's weights are read in every one of its passes": {"once": True},
-    "weights of 4 bits have scales, too: 16 bits for every 32": {"scales": False},
-    "the target checks all drafts in one pass, not in one each": {"targets": 1},
-    "these are bits": {"bits": True},
-    "it takes the draft's bits for the target's": {"swapped": True},
+    "every draft pass reads the draft's weights": {"once": True},
+    "weights of 4 bits have scales, too: 16 bits per 32 weights": {"scales": False},
+    "one target pass checks all draft tokens": {"targets": 1},
+    "these are bits, not bytes": {"bits": True},
+    "target_bits and draft_bits are swapped": {"swapped": True},
 }
 
 
@@ -146,10 +145,10 @@ def _judge_bytes(given: Sequence[int], result: object) -> str:
 
 
 def check_lossy_law(lossy_law: Callable) -> bool:
-    """lossy_law(p, q, epsilon) -> the distribution of the token that is emitted, a list of chances.
+    """Check lossy_law(p, q, epsilon) -> list of probabilities, the distribution of the emitted token.
 
-    p, q: lists of chances, the target's and the draft's. A draft x is drawn from q and kept if p(x) >= epsilon · max p;
-    otherwise a draw from p takes its place.
+    p, q: lists of probabilities of target and draft. A draft token x is drawn from q, and accepted if p(x) >=
+    epsilon · max p. Otherwise a draw from p replaces x.
     """
     return check(lossy_law, _law_cases())
 
@@ -157,12 +156,12 @@ def check_lossy_law(lossy_law: Callable) -> bool:
 def _law_cases() -> Iterator[Case]:
     chance = random.Random(12)
     drawn = [
-        # the first cases tell mistakes apart that give the same numbers in later ones
+        # the first cases separate mistakes with equal results in later cases
         ("the draft has another favourite", [0.6, 0.3, 0.1], [0.1, 0.1, 0.8], 0.3),
-        ("one draft is exactly at the limit", [0.4, 0.2, 0.4], [0.5, 0.5, 0.0], 0.5),
+        ("one token is exactly at the limit", [0.4, 0.2, 0.4], [0.5, 0.5, 0.0], 0.5),
         ("the draft is the target", [0.5, 0.3, 0.2], [0.5, 0.3, 0.2], 0.0),
-        ("every draft is kept", [0.5, 0.3, 0.2], [0.1, 0.1, 0.8], 0.0),
-        ("the favourite alone is kept", [0.5, 0.3, 0.2], [0.2, 0.4, 0.4], 1.0),
+        ("every draft token is accepted", [0.5, 0.3, 0.2], [0.1, 0.1, 0.8], 0.0),
+        ("only the favourite is accepted", [0.5, 0.3, 0.2], [0.2, 0.4, 0.4], 1.0),
     ]
     for number in range(50):
         size = chance.randint(2, 5)
@@ -174,7 +173,7 @@ def _law_cases() -> Iterator[Case]:
 
 
 def _law(p: Sequence[float], q: Sequence[float], epsilon: float, *, how: str = "") -> list[float]:
-    """The reference, and, by name, the mistakes that are made most often."""
+    """Return the right result, or, by name, the result of a common mistake."""
     limit = {"by q": epsilon * max(q), "absolute": epsilon}.get(how, epsilon * max(p))
     judge = q if how == "by q" else p
     strict = how == "strict"
@@ -193,12 +192,12 @@ def _law(p: Sequence[float], q: Sequence[float], epsilon: float, *, how: str = "
 
 
 _LAW_MISTAKES = {
-    "it forgets the draws that take the place of rejected drafts": "lost",
-    "it scales up what is kept; a rejected draft is replaced by a draw from p": "scaled",
-    "it draws from norm(max(0, p - q)) after a rejection: that is the exact rule's": "residual",
-    "it compares q, not p": "by q",
-    "it compares p with epsilon; the limit is epsilon times the largest p": "absolute",
-    "a draft that is exactly at the limit is kept": "strict",
+    "the draws that replace rejected tokens are missing": "lost",
+    "a draw from p replaces a rejected token; accepted tokens are not scaled up": "scaled",
+    "after a rejection draw from p; norm(max(0, p - q)) is the exact rule": "residual",
+    "compare p with the limit, not q": "by q",
+    "the limit is epsilon times the largest p, not epsilon": "absolute",
+    "a token exactly at the limit is accepted": "strict",
 }
 
 

@@ -1,4 +1,4 @@
-"""Figures of lesson 10: codes of a channel, bytes of a step, what a program of the kernel reads, and the front."""
+"""Figures of lesson 10: codes of a channel, bytes of a step, blocks of a kernel's programs, and the front."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SYMBOLS = ("square", "circle", "diamond", "triangle-up", "cross", "x", "star", "
 
 
 def channel_figure(weight: Tensor, copies: Mapping[str, Tensor], shown: int = 64) -> go.Figure:
-    """The first weights [K] of an output channel, and each copy of them: values above, errors below."""
-    figure = panels(2, 1, ["weights", "what rounding changed"], "One output channel", 520, shared_xaxes=True)
+    """Return the first weights [K] of an output channel in each copy: values above, errors below."""
+    figure = panels(2, 1, ["weights", "rounding error"], "One output channel", 520, shared_xaxes=True)
     inputs = np.arange(min(shown, len(weight)))
     weight, copies = weight.numpy(), {kind: copy.numpy() for kind, copy in copies.items()}
     figure.add_trace(curve("full", inputs, weight[:shown], KIND_LOOKS["full"]), 1, 1)
@@ -32,8 +32,8 @@ def channel_figure(weight: Tensor, copies: Mapping[str, Tensor], shown: int = 64
 
 
 def step_figure(steps: Mapping[str, pd.DataFrame], draft_length: int) -> go.Figure:
-    """MB of weights that a speculative step reads, a panel per pair (of `l10_demonstrations.step_bytes`)."""
-    title = f"Weights read in a step: one pass of the target, {draft_length} of the draft"
+    """Return MB of weights read per speculative step, a panel per pair (`l10_demonstrations.step_bytes`)."""
+    title = f"Weights read in a step: one target pass, {draft_length} draft passes"
     figure = panels(1, len(steps), list(steps), title, 380, horizontal_spacing=0.1)
     for column, table in enumerate(steps.values(), 1):
         for role, look in (("target", "verify"), ("drafts", "draft")):
@@ -44,9 +44,9 @@ def step_figure(steps: Mapping[str, pd.DataFrame], draft_length: int) -> go.Figu
 
 
 def blocks_figure(columns: int, inputs: int, block_n: int, block_k: int, splits: int, shown: int = 8) -> go.Figure:
-    """The program that reads each block of a weight matrix: rows of blocks are cut into `splits` pieces."""
+    """Return the program of each block of a weight matrix. Rows of blocks are cut into `splits` pieces."""
     owners = programs(columns, inputs, block_n, block_k, splits)[:shown]
-    title = f"Who reads which weights: {columns} outputs × {inputs} inputs, K cut into {splits}"
+    title = f"Weights read by each program: {columns} outputs × {inputs} inputs, K cut into {splits}"
     axes = f"inputs, blocks of {block_k}", f"outputs, blocks of {block_n}"
     figure = empty_figure(title, *axes, 130 + 36 * len(owners))
     figure.add_trace(
@@ -57,18 +57,18 @@ def blocks_figure(columns: int, inputs: int, block_n: int, block_k: int, splits:
 
 
 def programs(columns: int, inputs: int, block_n: int, block_k: int, splits: int) -> np.ndarray:
-    """The number of the program that reads each block: int [blocks of outputs, blocks of inputs]."""
+    """Return the program number of each block: int [blocks of outputs, blocks of inputs]."""
     rows, blocks = -(-columns // block_n), -(-inputs // block_k)
     piece = np.arange(blocks) // -(-blocks // splits)
     return np.arange(rows)[:, None] * splits + piece
 
 
 def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Device) -> go.Figure:
-    """MODELLED: the least time of a product of so many rows with weights of 16, 8 and 4 bits."""
+    """Return the MODELLED least time of a product against the rows, for weights of 16, 8 and 4 bits."""
     title = f"Least time of a product, {columns} × {inputs} weights: {device.name}"
     figure = empty_figure(title, "rows", "µs (modelled)", 400)
     count = np.asarray(rows)
-    for kind, bits in {"full": 16, "int8": 8, "int4": 4.5}.items():  # a scale of 16 bits for 32 weights is half a bit
+    for kind, bits in {"full": 16, "int8": 8, "int4": 4.5}.items():  # with a scale of 16 bits per 32 weights
         moved = columns * inputs * bits / 8 + 2 * count * (columns + inputs)
         seconds = np.maximum(moved / device.bandwidth, 2 * count * columns * inputs / device.flops)
         line = curve("bf16" if kind == "full" else kind, count, 1e6 * seconds, KIND_LOOKS[kind])
@@ -77,8 +77,8 @@ def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Devi
 
 
 def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
-    """TV of the next token against ms per token, a mark per way with its pass@1, a panel per machine (titles by
-    column)."""
+    """Return TV of the next token against ms per token: a mark per method with pass@1, a panel per machine. machines:
+    titles by column."""
     titles = list(machines.values())
     figure = panels(1, len(machines), titles, "TV × milliseconds × pass@1", 500, horizontal_spacing=0.1)
     for place, column in enumerate(machines, 1):

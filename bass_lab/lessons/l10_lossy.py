@@ -1,7 +1,7 @@
-"""Lesson 10, for the lesson alone: an acceptance rule that changes the text's law, and by how much.
+"""Lesson 10: a lossy acceptance rule, only for this lesson, and its distance from the target's distribution.
 
-A draft is kept where the target finds it at least ε times as likely as its favourite (typical acceptance: Medusa, Cai
-et al. 2024), else the target's own draw takes its place. `bass_core`'s rules are exact.
+A draft token x is accepted if p(x) >= ε · max p (typical acceptance: Medusa, Cai et al. 2024). Otherwise a draw from p
+replaces x. The rules of `bass_core` are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPSILONS = (1.0, 0.5, 0.3, 0.1, 0.0)
 
 
 def likely_enough(epsilon: float):
-    """LOSSY: the rule with this ε, in the form of `verification.token`. 0 keeps every draft, 1 the favourites."""
+    """Return the LOSSY rule in the form of `verification.token`. ε = 0 accepts every token, ε = 1 only favourites."""
 
     def rule(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
         count = drafted.shape[1]
@@ -42,8 +42,8 @@ def likely_enough(epsilon: float):
 
 @contextmanager
 def lossy(epsilon: float | None) -> Iterator[None]:
-    """LOSSY: inside, token verification goes by this rule in every thread, without kernels that decide; None is exact.
-    Sessions have to begin inside. Raises ValueError for an ε that is no number from 0 to 1."""
+    """Replace token verification by the LOSSY rule in every thread, without fused verification kernels. None is exact.
+    Sessions must start inside this context. Raises ValueError unless 0 <= epsilon <= 1."""
     if epsilon is None:
         yield
         return
@@ -57,8 +57,8 @@ def lossy(epsilon: float | None) -> Iterator[None]:
 
 
 def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_length: int = 2) -> pd.DataFrame:
-    """TV of texts of `new` tokens from the target's law, every decision enumerated, on tabular targets of three tokens:
-    mean and largest over `pairs`, by ε, and of the exact rule."""
+    """Return the exact TV of texts of `new` tokens from the target, by enumeration, on tabular targets of three tokens.
+    Lines: the exact rule and each ε; mean and largest over `pairs`."""
     lines = {}
     for epsilon in (None, *epsilons):
         found = []

@@ -1,4 +1,4 @@
-"""Lesson 11: requests that come and go. What a policy planned, who was answered in time, and a server to ask."""
+"""Lesson 11: requests under load: planned draft lengths, answers in time, and a running server."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from bass_lab.load.result import FINISHED
 from bass_lab.serve import NEEDS
 from bass_lab.texts.prompt_sets import prompt_set
 
-START = 30.0  # seconds until a server listens, or has failed
+START = 30.0  # seconds for a server to start
 
 
 def planned(run: LoadRun) -> float:
-    """Draft length that the policy planned, mean over rows and decode steps; 0.0 without a step."""
+    """Return the policy's mean planned draft length over rows and decode steps; 0.0 without a step."""
     decode = run.steps[run.steps.kind == "decode"]
     return float((decode.k * decode.rows).sum() / decode.rows.sum()) if len(decode) else 0.0
 
 
 def with_deadline(asked: Workload, deadline: float | None) -> Workload:
-    """The same requests; the server is told that clients leave so many seconds after they came (None: it is not)."""
+    """Return the same requests with a deadline in seconds after arrival. None: the server knows no deadline."""
     return Workload(asked.requests.assign(deadline=np.nan if deadline is None else deadline), asked.meta)
 
 
 def answered_in_time(run: LoadRun, seconds: float) -> float:
-    """Share of the requests whose text was complete so many seconds after they arrived."""
+    """Return the share of requests with a complete text within `seconds` after arrival."""
     requests = run.requests
     complete = requests.finish_reason.isin(FINISHED)
     return float((complete & (requests.ended - requests.arrived <= seconds)).mean())
 
 
 def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: int, arrives: float) -> Workload:
-    """Short prompts of `new` tokens at once, and after `arrives` seconds one of about `tokens` tokens, which asks for
-    four."""
+    """Return a workload: short prompts with `new` new tokens at time 0, and after `arrives` seconds a prompt of about
+    `tokens` tokens with four new tokens."""
     ids = [token for text in pair.tokenizer(prompt_set("library"))["input_ids"] for token in text]
     prompts = [*short, pair.tokenizer.decode(ids[:tokens], skip_special_tokens=True)]
     arrived, asked = [0.0] * len(short) + [arrives], [new] * len(short) + [4]
@@ -49,21 +49,21 @@ def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: in
 
 
 def within_deadlines(asked: Workload, samples: Mapping[str, pd.DataFrame], deadlines: Sequence[float]) -> pd.DataFrame:
-    """`front` of the same requests under each deadline (seconds): its columns, and deadline."""
+    """Return `front` of the same requests under each deadline (seconds), with a column deadline."""
     parts = [front(with_deadline(asked, seconds), samples).assign(deadline=seconds) for seconds in deadlines]
     return pd.concat(parts, ignore_index=True)
 
 
 def server_obstacle() -> str | None:
-    """Why no server can be started here, in a line; None where one can."""
+    """Return the reason if a server cannot start here, else None."""
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     return f"Skipped: `bass serve` needs {', '.join(missing)} (pip install '.[serve]')." if missing else None
 
 
 @contextmanager
 def server(pair: ModelPair, places: int) -> Iterator[str]:
-    """Run `bass serve` in a thread on a free loopback port. Yields `host:port`. Raises RuntimeError where it does not
-    start."""
+    """Run `bass serve` in a thread on a free loopback port, and yield `host:port`. Raises RuntimeError if the server
+    does not start."""
     from bass_lab.serve.server import Server, Settings, bound
 
     listens, where = threading.Event(), {}

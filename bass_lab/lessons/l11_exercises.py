@@ -1,4 +1,4 @@
-"""Exercise of lesson 11: goodput, requests per second that were served well."""
+"""Exercise of lesson 11: goodput, the requests per second within both limits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Request = tuple[float, float, float, float, int]  # arrived, started, first, end
 
 
 def check_goodput(goodput: Callable) -> bool:
-    """goodput(requests, first_s, between_s) -> float: requests per second that were served within both limits.
+    """Check goodput(requests, first_s, between_s) -> float, the requests per second within both limits.
 
-    requests: tuples (arrived, started, first, ended, tokens) of floats, seconds since the start, and an int; started,
-    first and ended are NaN for one that never got so far. One is served well if it ended, had its first token at most
-    first_s seconds after it arrived, and from there on took at most between_s seconds per further token. The time goes
-    from the first arrival to the last end.
+    requests: tuples (arrived, started, first, ended, tokens), times in seconds since the start; started, first and
+    ended may be NaN (never). A request is served well if three conditions hold: it ended; its first token came at most
+    first_s seconds after arrival; each further token took at most between_s seconds on average. The total time is from
+    the first arrival to the last end.
     """
     return check(goodput, _cases())
 
@@ -27,13 +27,13 @@ def _cases() -> Iterator[Case]:
     nan = math.nan
     drawn = [
         ("one request, served well", [(0.0, 0.1, 0.2, 1.1, 11)], 0.5, 0.1),
-        ("one request after a quiet while", [(3.0, 3.1, 3.2, 4.0, 11)], 0.5, 0.1),
+        ("one request after a pause", [(3.0, 3.1, 3.2, 4.0, 11)], 0.5, 0.1),
         ("exactly at both limits", [(0.0, 0.25, 0.5, 1.5, 9)], 0.5, 0.125),
-        ("it waits long before it is begun", [(0.0, 0.9, 1.0, 1.9, 11), (1.0, 1.1, 1.2, 2.1, 11)], 0.5, 0.1),
+        ("a long wait before the start", [(0.0, 0.9, 1.0, 1.9, 11), (1.0, 1.1, 1.2, 2.1, 11)], 0.5, 0.1),
         ("ten tokens have nine gaps", [(0.0, 0.1, 0.2, 1.15, 10), (0.1, 0.2, 0.3, 1.1, 11)], 0.5, 0.1),
         ("a text of one token", [(0.0, 0.1, 0.2, 0.2, 1), (0.0, 0.1, 0.2, 1.0, 10)], 0.5, 0.1),
-        ("one never got a token", [(0.0, nan, nan, nan, 0), (0.1, 0.2, 0.3, 1.3, 12)], 0.5, 0.1),
-        ("one was cut off in the middle", [(0.0, 0.1, 0.2, nan, 5), (0.1, 0.2, 0.3, 1.3, 12)], 0.5, 0.1),
+        ("one request never got a token", [(0.0, nan, nan, nan, 0), (0.1, 0.2, 0.3, 1.3, 12)], 0.5, 0.1),
+        ("one request was cut off", [(0.0, 0.1, 0.2, nan, 5), (0.1, 0.2, 0.3, 1.3, 12)], 0.5, 0.1),
         ("the last request is a bad one", [(0.0, 0.1, 0.2, 1.0, 9), (0.5, 2.0, 3.0, 4.0, 9)], 0.5, 0.1),
     ]
     chance = random.Random(11)
@@ -70,7 +70,7 @@ def _goodput(
     until: str = "all",
     everyone: bool = False,
 ) -> float:
-    """The reference, and, by its options, the mistakes that are made most often."""
+    """Return the right result, or, with options, the result of a common mistake."""
     good = [
         each
         for each in requests
@@ -82,11 +82,11 @@ def _goodput(
 
 
 _MISTAKES = {
-    "it counts the wait from the moment at which the server began, not from the arrival": {"origin": 1},
-    "it divides by the tokens; n tokens have n - 1 gaps": {"gaps": 0},
-    "it counts requests that were served badly or never": {"everyone": True},
-    "its time starts at 0, not with the first arrival": {"zero": 0.0},
-    "its time ends with the last good request, not with the last one": {"until": "good"},
+    "the wait starts at the arrival, not at the start of service": {"origin": 1},
+    "you divide by the tokens, but n tokens have n - 1 gaps": {"gaps": 0},
+    "requests outside the limits must not count": {"everyone": True},
+    "the time starts with the first arrival, not at 0": {"zero": 0.0},
+    "the time ends with the last request, not with the last good request": {"until": "good"},
 }
 
 

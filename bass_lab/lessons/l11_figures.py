@@ -1,4 +1,4 @@
-"""Figures and the panel of lesson 11: who waits and who writes, and what load does to percentiles."""
+"""Figures and the panel of lesson 11: waiting and writing requests, and percentiles under load."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from bass_lab.load import LoadRun, Workload
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import CURVES, bars, curve, empty_figure, panels
 
-POLICY_LOOKS = {"none": "regular", "default": "accepted"}  # others take those of CURVES that are left
+POLICY_LOOKS = {"none": "regular", "default": "accepted"}  # other policies use the remaining CURVES
 SHOWN = 60  # requests of the panel's timeline
 
 Policies = Mapping[str, int | DraftLengthPolicy]
 
 
 def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) -> go.Figure:
-    """A line per request: it waits from its arrival to its first token, then writes until its end.
+    """Return a line per request: waiting from arrival to first token, then writing to the end.
 
-    requests: arrived, first (NaN: none), ended, seconds; a cross marks finish_reason "budget". pieces: request, at.
+    requests: arrived, first (NaN: none), ended, in seconds; a cross marks finish_reason "budget". pieces: request, at.
     """
     figure = empty_figure(title, "seconds since the start", "request", 190 + 13 * max(len(requests), 8))
     number = np.arange(len(requests))
     first = requests["first"].fillna(requests.ended)
     spans = {
-        "waits for its first token": ("nothing", requests.arrived, first),
+        "waits for first token": ("nothing", requests.arrived, first),
         "writes": ("accepted", first, requests.ended),
     }
     for name, (look, start, end) in spans.items():
@@ -44,7 +44,7 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
     figure.add_trace(ticks)
     reasons = requests.get("finish_reason", pd.Series("", index=requests.index))
     left = (reasons == "budget").to_numpy()
-    gone = curve("its client leaves", requests.ended[left], number[left], "recovered", "markers")
+    gone = curve("client leaves", requests.ended[left], number[left], "recovered", "markers")
     gone.update(marker={"symbol": "x", "size": 8}, hovertemplate="request %{y}: client left after %{x:.2f} s")
     figure.add_trace(gone)
     figure.update_layout(barmode="overlay", bargap=0.25)
@@ -53,7 +53,7 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
 
 
 def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Against the rate (`load.over_rates`), a line per policy: p99 to the end and between tokens, speed over none."""
+    """Return p99 to the end, p99 between tokens, and speed over none against the rate (`load.over_rates`)."""
     names = {
         "end_p99_ms": "p99 to the end, ms",
         "between_p99_ms": "p99 between tokens, ms",
@@ -77,8 +77,8 @@ def _looks(policies: Sequence[str]) -> dict[str, str]:
 
 
 def deadline_figure(table: pd.DataFrame) -> go.Figure:
-    """Pass@First and the share with any answer against the deadline, by way (`l11_demonstrations.within_deadlines`)."""
-    figure = empty_figure("What a deadline costs", "deadline, seconds after the arrival", "share of the requests", 420)
+    """Return Pass@First and the answered share against the deadline, by method (`within_deadlines`)."""
+    figure = empty_figure("Answers within a deadline", "deadline, seconds after the arrival", "share of requests", 420)
     for look, (way, part) in zip(("regular", "accepted"), table.groupby("way", sort=False), strict=False):
         for name, says, dash in (("pass_first", "right", "solid"), ("answered", "answered", "dot")):
             line = curve(f"{way}: {says}", part.deadline, part[name], look, hovertemplate="%{x:.2f} s: %{y:.0%}")
@@ -88,16 +88,16 @@ def deadline_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def gap_figure(runs: Mapping[str, LoadRun], arrives: float) -> go.Figure:
-    """How long short rows stood still before each piece of text, a panel per run; a line where the long prompt came."""
+    """Return the gaps before each piece of the short rows, a panel per run, and the long prompt's arrival."""
     titles = [f"<b>{name}</b>" for name in runs]
     shared = {"shared_xaxes": True, "shared_yaxes": True}
-    figure = panels(len(runs), 1, titles, "One long prompt beside short ones", 460, **shared)
+    figure = panels(len(runs), 1, titles, "One long prompt among short prompts", 460, **shared)
     for panel, run in enumerate(runs.values(), 1):
         found = run.gaps.join(run.pieces["at"])
-        found = found[found.request < len(run.requests) - 1]  # of the short ones
+        found = found[found.request < len(run.requests) - 1]  # short prompts only
         points = curve("a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers")
         points.update(showlegend=panel == 1)
-        hover = "%{x:.2f} s: request %{customdata} stood still for %{y:.0f} ms<extra></extra>"
+        hover = "%{x:.2f} s: request %{customdata} received no text for %{y:.0f} ms<extra></extra>"
         figure.add_trace(points.update(customdata=found.request, hovertemplate=hover, marker_size=6), panel, 1)
     figure.add_vline(arrives, line={"color": "black", "dash": "dash"})
     figure.update_yaxes(title="gap, ms", rangemode="tozero", matches="y")
@@ -114,14 +114,14 @@ def load_panel(
     policy: str,
     most: float,
 ) -> ipywidgets.VBox:
-    """Arrival rate (up to `most`), deadline and policy above a sentence and the timeline of the first requests.
+    """Return controls for arrival rate (up to `most`), deadline and policy above a sentence and a timeline.
 
-    serve(workload, policy): simulated. Raises ValueError for a start that no control could take.
+    serve(workload, policy): simulated run. Raises ValueError for initial values outside the controls.
     """
     checks.one_of("policy", policy, tuple(policies))
     if not (0 < rate <= most and 0.05 <= deadline <= 10):
         raise ValueError(
-            f"needs 0 < rate <= {most:.3g} per second and 0.05 <= deadline <= 10 s, got {rate}, {deadline}"
+            f"0 < rate <= {most:.3g} and 0.05 <= deadline <= 10 are required, got {rate} per second, {deadline} s"
         )
 
     def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
@@ -144,6 +144,6 @@ def _sentence(run: LoadRun, deadline: float) -> str:
     in_time = answered_in_time(run, deadline)
     return (
         f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:g} s, at "
-        f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
-        f"average and {planned(run):.1f} tokens drafted per step."
+        f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} live rows "
+        f"and a draft length of {planned(run):.1f} on average."
     )

@@ -1,4 +1,4 @@
-"""Lesson 12: the runs of a sweep, what they measured, and which settings come out best, for any sweep's folder."""
+"""Lesson 12: runs, measurements and best settings of any sweep's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bass_core import checks
 from bass_lab.show.looks import CURVES, curve, empty_figure, interval
 from bass_lab.sweep.store import FAILED, MARK, in_table, read_sweep
 
-VALUES = {  # what a sweep is about, the first that was recorded; and its unit
+VALUES = {  # values of a sweep, the first recorded value is the default: unit
     "over_regular": "times as fast as regular decoding",
     "tokens_per_second": "tokens per second",
     "tokens_per_step": "tokens per step",
@@ -25,7 +25,7 @@ VALUES = {  # what a sweep is about, the first that was recorded; and its unit
 
 
 def runs(folder: str | Path) -> pd.DataFrame:
-    """A line per asked run: what varies, status ("done", "failed" or "missing"), seconds, attempts, error."""
+    """Return per requested run: varied parameters, status ("done", "failed", "missing"), seconds, attempts, error."""
     folder = Path(folder)
     asked = read_sweep(folder)["runs"]
     varied = varying(folder)
@@ -45,7 +45,7 @@ def runs(folder: str | Path) -> pd.DataFrame:
 
 
 def varying(folder: str | Path) -> list[str]:
-    """The parameters that have several values in a sweep."""
+    """Return the parameters with several values in a sweep."""
     asked = list(read_sweep(Path(folder))["runs"].values())
     names = dict.fromkeys(name for parameters in asked for name in parameters)
     return [name for name in names if len({json.dumps(parameters.get(name)) for parameters in asked}) > 1]
@@ -53,7 +53,7 @@ def varying(folder: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """value: the column measured; across: the axis; by: a line for each combination; only: the query ("": all)."""
+    """value: measured column; across: axis; by: columns, one line per combination; only: query ("": all records)."""
 
     table: pd.DataFrame
     value: str
@@ -67,7 +67,7 @@ class View:
 
     @property
     def lines(self) -> pd.Series:
-        """The name of the line that each row of the table belongs to."""
+        """Name of the figure's line for each row of the table."""
         if not self.by:
             return pd.Series("all runs", index=self.table.index)
         return self.table[self.by].apply(lambda row: ", ".join(f"{name} {row[name]}" for name in self.by), axis=1)
@@ -76,21 +76,21 @@ class View:
 def view(
     table: pd.DataFrame, varied: Sequence[str], value: str = "", across: str = "", by: str = "", only: str = ""
 ) -> View:
-    """The part of a sweep's records to look at; what is empty is chosen.
+    """Return a view of a sweep's records. Empty arguments have defaults.
 
-    value: else the first of `VALUES`, or the first number. across: else the first varied parameter. by: names, with
-    commas; else the other varied ones. only: a pandas query; else batched decoding. Raises ValueError that lists what
-    there is.
+    value: default the first of `VALUES`, or the first number. across: default the first varied parameter. by: names
+    with commas, default the other varied parameters. only: a pandas query, default batched decoding. Raises ValueError
+    with the available names.
     """
     if not only and "method" in table and table.method.nunique() > 1 and "batched" in set(table.method):
         only = "method == 'batched'"
     if only:
         try:
             chosen = table.query(only)
-        except Exception as error:  # pandas raises what its parser and its columns raise
-            raise ValueError(f"only={only!r} is no query of the columns {', '.join(table)}: {error}") from None
+        except Exception as error:  # pandas raises many types
+            raise ValueError(f"only={only!r} is not a query of the columns {', '.join(table)}: {error}") from None
         if chosen.empty:
-            raise ValueError(f"no record has {only}")
+            raise ValueError(f"no record matches {only}")
         table = chosen
     numbers = [name for name in table.select_dtypes(["number", "bool"]) if name not in varied]
     candidates = [*(name for name in VALUES if name in numbers), *numbers]
@@ -102,14 +102,14 @@ def view(
 
 
 def summary(view: View) -> pd.DataFrame:
-    """Means of the value: a line for each place on the axis, a column for each line of the figure."""
+    """Return means of the value: [point on the axis, line of the figure]."""
     named = view.table.assign(line=view.lines)
     wide = named.pivot_table(view.value, view.across, "line", aggfunc="mean", sort=False)
     return wide.reindex(index=named[view.across].unique(), columns=named.line.unique()).rename_axis(columns=None)
 
 
 def best(view: View) -> pd.DataFrame:
-    """The line with the highest value at each place on the axis, and by how much it leads the second."""
+    """Return the line with the highest value at each point on the axis, and the lead over the second line."""
     wide = summary(view)
     lead = [line.nlargest(2).pipe(lambda top: top.iloc[0] / top.iloc[-1] - 1) for _, line in wide.iterrows()]
     found = {"best": wide.idxmax(axis=1), view.value: wide.max(axis=1), "ahead of the second by": lead}
@@ -117,7 +117,7 @@ def best(view: View) -> pd.DataFrame:
 
 
 def figure(view: View) -> go.Figure:
-    """The value along the axis, a line for each combination; with intervals where the records have one."""
+    """Return the value along the axis, a line per combination, with intervals if the records have them."""
     drawn = empty_figure(view.title, view.across, VALUES.get(view.value, view.value), 440)
     wide, named = summary(view), view.table.assign(line=view.lines)
     for place, name in enumerate(wide):

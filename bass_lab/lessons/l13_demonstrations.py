@@ -1,4 +1,4 @@
-"""Demonstrations of lesson 13: what a target reads, acceptance by source, four ways to write, a state rolled back."""
+"""Lesson 13: cross-attention, acceptance by source, four decoding methods, and a state rolled back."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transfor
 
 @torch.no_grad()
 def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
-    """The last layer's cross-attention, mean over heads: a line per written token, a column per source token."""
-    model = copy.deepcopy(pair.target).float().cpu()  # whatever the pair is rounded to
+    """Return the last layer's cross-attention, mean over heads: [written token, source token]."""
+    model = copy.deepcopy(pair.target).float().cpu()  # independent of the pair's dtype
     model.set_attn_implementation("eager")
     read = token_ids(pair, [source])[0]
     begun = torch.tensor([*first_ids(model, model.generation_config), *text])[None, :-1]
@@ -45,12 +45,12 @@ def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.Dat
 
 
 def source_lengths(pair: ModelPair, sources: Sequence[str]) -> list[int]:
-    """Tokens of each."""
+    """Return the number of tokens of each source."""
     return [len(ids) for ids in token_ids(pair, sources)]
 
 
 def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[int]) -> pd.DataFrame:
-    """A line per source: its tokens, tokens written, drafted, α and tokens per step of its row."""
+    """Return per source: source tokens, written tokens, draft tokens, α and tokens per step of its row."""
     steps = generation.trace.steps.query("kind == 'decode'")
     lines = []
     for row, (source, length) in enumerate(zip(sources, lengths, strict=True)):
@@ -64,7 +64,7 @@ def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[
 
 
 def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: int, most: int) -> list[list[int]]:
-    """The greedy texts of these sources by one of `WAYS`, each up to its end or `most` tokens."""
+    """Return the greedy texts of these sources by one of `WAYS`, each up to its end or `most` tokens."""
     if way.startswith("ours"):
         k = draft_length if way == WAYS[0] else 0
         out = generate(pair, sources, max_new_tokens=most, draft_length=k, trace="off")
@@ -81,7 +81,7 @@ def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns of how it calls the assistant itself, and of kernels that a tiny model does without."""
+    """Silence transformers' warnings about its own assistant calls and about missing optional kernels."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -104,8 +104,8 @@ def _ended(row: list[int], eos: int) -> list[int]:
 def timed(
     pair: ModelPair, sources: Sequence[str], *, batch_sizes: Sequence[int], draft_length: int, most: int, repeats: int
 ) -> pd.DataFrame:
-    """A line per batch size and way: ms per written token (median over interleaved repeats), and the speed over
-    assisted decoding of single sources as median of paired ratios with its 95% interval. Raises AssertionError for
+    """Return per batch size and method: ms per written token (median over interleaved repeats), and the speed relative
+    to assisted decoding of single sources (median of paired ratios with 95% interval). Raises AssertionError for
     different texts."""
     ids, lines = token_ids(pair, sources), []
     for batch in batch_sizes:
@@ -117,7 +117,7 @@ def timed(
                 tokens = sum(map(len, texts[way]))
                 lines.append({"batch": batch, "way": way, "repeat": repeat, "ms": 1e3 * elapsed.seconds / tokens})
             same = all(each == texts[WAYS[0]] for each in texts.values())
-            assert same or not is_exact(pair), "the ways write different texts"
+            assert same or not is_exact(pair), "the methods write different texts"
     runs = pd.DataFrame(lines).query("repeat > 0")
     table = []
     for batch, part in runs.groupby("batch"):
@@ -130,13 +130,13 @@ def timed(
 
 
 def over_regular(table: pd.DataFrame, batch: int) -> float:
-    """Speed of our speculation over the faster of the two ways to decode a batch without it."""
+    """Return the speed of our speculative decoding relative to the faster baseline of the batch."""
     times = table.loc[batch, "ms per token"]
     return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
 
 
 def stateful_model() -> Lfm2ForCausalLM:
-    """A tiny LFM2 with random weights, in float64: two short convolutions, each followed by attention."""
+    """Return a tiny LFM2 with random weights in float64: two short convolutions, each followed by attention."""
     torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
@@ -152,7 +152,7 @@ def stateful_model() -> Lfm2ForCausalLM:
 
 
 class KeptState:
-    """The bug: a convolution goes on from what it saw last, rejected tokens and all. For one row."""
+    """The bug, for one row: a convolution continues from its last inputs, rejected tokens included."""
 
     def __init__(self, right: Callable[[Tensor, Pass, int], Tensor]):
         self.right, self.states = right, {}
@@ -162,7 +162,7 @@ class KeptState:
         state = self.states.get(seen.data_ptr())
         if state is not None and start > 0:
             for query in range(min(width - 1, window.shape[1])):
-                missing = width - 1 - query  # inputs before the pass's first
+                missing = width - 1 - query  # inputs before the pass
                 window[0, query, :missing] = state[-missing:]
         end = int(current.ends[0])
         self.states[seen.data_ptr()] = seen[0, max(0, end - width + 1) : end].clone()
@@ -171,13 +171,13 @@ class KeptState:
 
 @contextmanager
 def not_rolled_back() -> Iterator[None]:
-    """Inside, convolutions keep the state that rejected tokens have left."""
+    """Make convolutions keep the state of rejected tokens inside this context."""
     with changed([(vars(architectures), "_window", KeptState(architectures._window))]):
         yield
 
 
 def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
-    """A line per way: the greedy text of one row, tokens before the first wrong one, and rejected drafts."""
+    """Return per method: greedy text of one row, right tokens before the first wrong token, rejected draft tokens."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -187,7 +187,7 @@ def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: 
         expected = plain_decoding.greedy(model, prompt, new)[0].tolist()
     lines = {"transformers.generate": {"text": expected, "right tokens": new, "rejected": 0}}
     options = {"max_new_tokens": new, "draft_length": draft_length, "eos_token_id": ()}
-    with Session(pair):  # the probe asks the model while it is whole
+    with Session(pair):  # probes the unpatched model
         pass
     for name, way in (("by position", None), ("as it was left", not_rolled_back)):
         with way() if way else changed([]):

@@ -1,4 +1,4 @@
-"""Exercises of lesson 13: who sees what of a source, which state is kept, and bytes of the two caches."""
+"""Exercises of lesson 13: source masks, the state after a step, and bytes of the two caches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bass_lab.lessons.checking import Case, check, with_hint
 
 
 def check_source_mask(source_mask: Callable) -> bool:
-    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, for sources of these lengths."""
+    """Check source_mask(lengths) -> bool [B, longest], True for source positions that the row may attend to."""
     return check(source_mask, _mask_cases())
 
 
 def _mask_cases() -> Iterator[Case]:
     chance = random.Random(13)
-    drawn = [("one source", [4]), ("two of one length", [3, 3]), ("three that differ", [2, 5, 1])]
+    drawn = [("one source", [4]), ("two of equal length", [3, 3]), ("three of different lengths", [2, 5, 1])]
     for number in range(30):
         drawn.append((f"random case {number}", [chance.randint(1, 9) for _ in range(chance.randint(1, 5))]))
     for name, lengths in drawn:
@@ -31,8 +31,8 @@ def _judge_mask(lengths: Sequence[int], result: object) -> str:
     if torch.equal(found, wanted) and found.dtype == torch.bool:
         return ""
     mistakes = {
-        "it is True where queries may *not* look": ~wanted,
-        "it is causal; a source is known from the beginning, and all of it may be seen": (
+        "the mask is True where queries may *not* attend": ~wanted,
+        "the mask is causal, but the whole source is known from the beginning": (
             torch.arange(max(lengths)) <= torch.arange(len(lengths))[:, None]
         ),
     }
@@ -41,10 +41,10 @@ def _judge_mask(lengths: Sequence[int], result: object) -> str:
 
 
 def check_state_after(state_after: Callable) -> bool:
-    """state_after(inputs, start, accepted, width) -> the last `width` - 1 inputs that a row's convolution goes on from.
+    """Check state_after(inputs, start, accepted, width) -> the last `width` - 1 inputs of a row's convolution.
 
-    inputs: numbers of all positions ever written. start: the (committed) first token of the verified step. accepted:
-    drafts behind it. Positions before 0 count as 0.0.
+    inputs: numbers of all positions so far. start: position of the verified step's first (committed) token. accepted:
+    accepted draft tokens after it. Positions before 0 count as 0.0.
     """
     return check(state_after, _state_cases())
 
@@ -52,8 +52,8 @@ def check_state_after(state_after: Callable) -> bool:
 def _state_cases() -> Iterator[Case]:
     chance = random.Random(31)
     drawn = [
-        ("all drafts accepted", list(range(1, 11)), 6, 3, 3),
-        ("no draft accepted", list(range(1, 11)), 6, 0, 3),
+        ("all draft tokens accepted", list(range(1, 11)), 6, 3, 3),
+        ("no draft token accepted", list(range(1, 11)), 6, 0, 3),
         ("one of three", list(range(1, 11)), 6, 1, 3),
         ("near the beginning", [1, 2, 3], 0, 0, 4),
     ]
@@ -68,16 +68,15 @@ def _state_cases() -> Iterator[Case]:
 
 
 def _state(inputs: Sequence[float], end: int, width: int) -> list[float]:
-    """The last width - 1 inputs before position `end`."""
     return [inputs[at] if at >= 0 else 0.0 for at in range(end - width + 1, end)]
 
 
 def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int, result: object) -> str:
     wanted = _state(inputs, start + accepted + 1, width)
     mistakes = {
-        "it is the state after all tokens that were submitted, rejected ones too": _state(inputs, len(inputs), width),
-        "it is the state before the step": _state(inputs, start, width),
-        "the step's first token is committed, and is missing": _state(inputs, start + accepted, width),
+        "this is the state after all submitted tokens, rejected ones too": _state(inputs, len(inputs), width),
+        "this is the state before the step": _state(inputs, start, width),
+        "the step's first token is committed, but missing": _state(inputs, start + accepted, width),
     }
     found = [float(each) for each in result] if isinstance(result, Sequence) else result
     if found == wanted:
@@ -86,18 +85,18 @@ def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int,
 
 
 def check_cache_bytes(cache_bytes: Callable) -> bool:
-    """cache_bytes(sources, texts, layers, numbers, element) -> bytes of keys and values that a batch needs.
+    """Check cache_bytes(sources, texts, layers, numbers, element) -> bytes of keys and values of a batch.
 
-    sources, texts: tokens of each row's source and of its text at its longest. layers: decoder layers, each with a
-    cache of both. numbers: heads times head dimension. element: bytes of a number. Places are equally long: of the
-    longest source, and of the longest text.
+    sources, texts: tokens of each row's source, and of its longest text. layers: decoder layers, each with both caches.
+    numbers: heads × head dimension. element: bytes per number. All batch slots have the length of the longest source
+    and of the longest text.
     """
     return check(cache_bytes, _bytes_cases())
 
 
 def _bytes_cases() -> Iterator[Case]:
     chance = random.Random(17)
-    drawn = [("one row", [10], [20], 1, 64, 2), ("two rows that differ", [10, 30], [20, 5], 2, 64, 4)]
+    drawn = [("one row", [10], [20], 1, 64, 2), ("two different rows", [10, 30], [20, 5], 2, 64, 4)]
     for number in range(30):
         rows = chance.randint(1, 6)
         lengths = [[chance.randint(1, 50) for _ in range(rows)] for _ in range(2)]
@@ -114,10 +113,10 @@ def _judge_cache_bytes(
     each = 2 * layers * numbers * element  # keys and values of one position
     wanted = len(sources) * (max(sources) + max(texts)) * each
     mistakes = {
-        "it counts keys or values, not both": wanted // 2,
-        "it counts what is filled; a place is as long as the longest": (sum(sources) + sum(texts)) * each,
-        "it leaves the sources out": len(sources) * max(texts) * each,
-        "it is of one layer": wanted // layers if layers > 1 else -1,
+        "you count keys or values, not both": wanted // 2,
+        "you count filled slots; every row has as many slots as the longest": (sum(sources) + sum(texts)) * each,
+        "the sources are missing": len(sources) * max(texts) * each,
+        "this is the size of one layer": wanted // layers if layers > 1 else -1,
     }
     if result == wanted:
         return ""

@@ -1,4 +1,4 @@
-"""Figures of lesson 13: sources in their places, where a decoder looks, acceptance by source, and the ways' speed."""
+"""Figures of lesson 13: the two caches, cross-attention, acceptance by source, and speed by method."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WAY_LOOKS = dict(zip(WAYS, ("accepted", "regular", "transformers", "draft"), str
 
 
 def caches_figure(sources: Sequence[int], texts: Sequence[int]) -> go.Figure:
-    """What a batch keeps of each row: a fixed cache as long as its source, and one that grows with its text."""
+    """Return the caches of each row: a fixed cache of the source, and a growing cache of the text."""
     places = [f"row {row}" for row in range(len(sources))]
-    titles = ["of what is read: fixed", "of what is written: it grows"]
+    titles = ["source cache: fixed", "text cache: grows"]
     figure = panels(1, 2, titles, "Two caches per row", 340, horizontal_spacing=0.12)
     for column, (lengths, look) in enumerate(((sources, "regular"), (texts, "accepted")), 1):
         longest = max(lengths)
@@ -29,7 +29,7 @@ def caches_figure(sources: Sequence[int], texts: Sequence[int]) -> go.Figure:
 
 
 def attention_figure(weights: pd.DataFrame) -> go.Figure:
-    """Where the decoder looks in the source (columns) for each token that it writes (lines)."""
+    """Return the attention weights on source tokens (columns) for each written token (lines)."""
     title = "Cross-attention of the last layer"
     figure = empty_figure(title, "source, token by token", "text, token by token", 120 + 16 * len(weights))
     drawn = go.Heatmap(
@@ -41,7 +41,7 @@ def attention_figure(weights: pd.DataFrame) -> go.Figure:
 
 
 def sources_figure(table: pd.DataFrame) -> go.Figure:
-    """α of each source (a table of `by_source`), hardest first."""
+    """Return α of each source (a table of `by_source`), hardest first."""
     ordered = table.sort_values("α")
     figure = empty_figure("Acceptance by source", "source, hardest first", "α", 360)
     drawn = bars("α", list(range(len(ordered))), ordered["α"], "accepted", customdata=ordered["source"])
@@ -50,8 +50,8 @@ def sources_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def speed_figure(table: pd.DataFrame) -> go.Figure:
-    """Speed of each way over assisted decoding of one source after the other, a group per batch size."""
-    title = "Speed over assisted decoding, one by one"
+    """Return the speed of each method relative to assisted decoding one by one, grouped by batch size."""
+    title = "Speed relative to assisted decoding one by one"
     figure = empty_figure(title, "batch size", "times as fast", 380)
     batches = [str(batch) for batch in table.index.unique("batch")]
     for way in WAYS:

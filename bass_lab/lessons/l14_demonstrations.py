@@ -1,4 +1,4 @@
-"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed."""
+"""Lesson 14: results for the paper's claims, its two kernels without fusion, and modelled speeds of its models."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-WIDTH = 100  # characters of a printed line: slides break longer ones within a word
+WIDTH = 100  # characters of a printed line; slides break longer lines within a word
 
 
-STATES = {  # and the ground on which the table shows it
+STATES = {  # state: background in the table
     "measured": "#CDE7F5",
     "modelled": "#FFF1C9",
     "reconstructed": "#E4DAF0",
@@ -40,7 +40,7 @@ NOT_YET = "not yet"
 
 @dataclass
 class Claim:
-    """A line of the table. source: where we have the paper's words from."""
+    """A line of the table. source: source of the paper's words."""
 
     claim: str
     source: str
@@ -73,15 +73,15 @@ CLAIMS = (
 
 @dataclass
 class Paper:
-    """The table of all claims. What is shown of it changes as cells settle claims."""
+    """Table of all claims. Displayed tables update as cells settle claims."""
 
     claims: list[Claim] = field(default_factory=lambda: [Claim(*each) for each in CLAIMS])
     _shown: list[DisplayHandle] = field(default_factory=list)
 
     def settle(self, number: int, state: str, ours: str) -> None:
-        """Say what became of a claim (numbers from 1), behind the assertions of its cell.
+        """Set the result of a claim (numbers from 1), after the assertions of its cell.
 
-        state: of `STATES`. Raises ValueError for another state, and for a number that there is not.
+        state: of `STATES`. Raises ValueError for another state or an unknown number.
         """
         checks.one_of("state", state, tuple(STATES))
         if not 1 <= number <= len(self.claims):
@@ -96,49 +96,49 @@ class Paper:
 
     @property
     def open(self) -> list[int]:
-        """Numbers of the claims of which nothing has been said."""
+        """Numbers of the claims without a result."""
         return [number for number, each in enumerate(self.claims, 1) if not each.state]
 
     def table(self) -> pd.DataFrame:
-        """A line per claim, by number: the paper's claim, its source, the state, ours."""
+        """Return a line per claim, by number: the paper's claim, its source, the state, our result."""
         lines = [(each.claim, each.source, each.state or NOT_YET, each.ours) for each in self.claims]
         numbers = pd.RangeIndex(1, len(lines) + 1)
         return pd.DataFrame(lines, numbers, ["the paper", "from", "state", "here"])
 
     def styled(self) -> Styler:
-        """The table, the states told apart by word and colour."""
+        """Return the table with states marked by word and colour."""
         left = [{"selector": "th, td", "props": "text-align: left; vertical-align: top"}]
         shown = self.table().style.set_table_styles(left).set_table_attributes('class="paper"')
         return shown.map(lambda state: f"background: {STATES.get(state, '#FFFFFF')}; color: black", subset="state")
 
     def show(self) -> None:
-        """Display the table, which goes on changing below this cell."""
+        """Display the table. It updates below this cell."""
         self._shown.append(DisplayHandle())
         self._shown[-1].display(self.styled())
 
 
-# The paper's, or the 40 GB one.
+# The paper's A100 is this model or the 40 GB model.
 A100 = Device("NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12)
 PAPER_PAIR = TARGET_8B, DRAFT_310M
-LAUNCH = 5e-4  # seconds of a pass of the target, as in `modelled_h100`; the draft's take a fifth
+LAUNCH = 5e-4  # launch seconds of a target pass, as in `modelled_h100`; a draft pass takes a fifth
 
 
 def modelled_pair(name: str) -> tuple[StepWork, StepWork]:
-    """Target and draft of one of `SHAPES`, counted in float16 or bfloat16."""
+    """Return target and draft of one of `SHAPES` in 16 bits."""
     configs = SHAPES[name].target, SHAPES[name].draft
     return tuple(StepWork.of(named_config(config, name), torch.float16) for config in configs)
 
 
 def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostModel:
-    """Modelled, not measured: the roofline at `SHARE` of the data sheet, with launches and overhead on top."""
+    """Return modelled costs: the roofline at `SHARE` of the data sheet, plus launches and overhead."""
     reached = replace(device, bandwidth=SHARE * device.bandwidth, flops=SHARE * device.flops)
     rooflines = [Roofline(work, reached) for work in works]
     return modelled_costs(*rooflines, target_launch=LAUNCH, draft_launch=LAUNCH / 5, overhead=OVERHEAD)
 
 
 class Speed(NamedTuple):
-    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row, the
-    last, the mean."""
+    """tokens_per_s: of the batch until its last row ends; first, last, every: ms per token of the first row, the last
+    row, and the mean."""
 
     tokens_per_s: float
     first: float
@@ -149,7 +149,7 @@ class Speed(NamedTuple):
 def replayed_speed(
     trace: AcceptanceTrace, policy: int | DraftLengthPolicy, cost: CostModel, batch: int, **options
 ) -> Speed:
-    """Means over replays. All rows of a trace have to be of one length (`past_eos`)."""
+    """Return means over replays. All rows of the trace must have equal lengths (`past_eos`)."""
     runs = simulator.simulate(trace, policy, cost, batch=batch, **options)
     per_row = 1e3 * batch / runs.tokens
     times = (float((runs[name] * per_row).mean()) for name in ("first_s", "last_s", "mean_s"))
@@ -159,8 +159,8 @@ def replayed_speed(
 def utilisations(
     trace: AcceptanceTrace, policy: int | DraftLengthPolicy, batches: Sequence[int], seed: int = 0
 ) -> pd.DataFrame:
-    """Modelled use of an A100's arithmetic by regular decoding, single and batched speculation: a line per method and
-    batch, with `verified` and `emitted` (`roofline.utilisation`). A single sequence has the GPU to itself."""
+    """Return the modelled utilisation of an A100 by regular decoding, single and batched speculation: a line per method
+    and batch, with `verified` and `emitted` (`roofline.utilisation`). "single" runs one sequence at a time."""
     cost, lines = costs_on(A100), []
     for batch in batches:
         for method, rows, k in (("regular", batch, 0), ("single", 1, policy), ("batched", batch, policy)):
@@ -171,7 +171,7 @@ def utilisations(
 
 
 def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float, scaling: float) -> Tensor:
-    """QKᵀ, softmax, PV, one after the other. Queries [..., Q, D], keys and values [..., S, D], bias [..., Q, S]."""
+    """Return attention as QKᵀ, softmax, PV. query: [..., Q, D]; key, value: [..., S, D]; bias: [..., Q, S]."""
     scores = query @ key.transpose(-1, -2) * scaling + bias
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     return weights @ value
@@ -179,13 +179,13 @@ def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Inside, the engine's paths "pad" and "split" compute attention by `two_products`, on a CPU."""
+    """Compute attention of the paths "pad" and "split" by `two_products` inside this context, on a CPU."""
     with changed([(vars(attention), "_attend", _unfused)]):
         yield
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, group: int, options: dict) -> Tensor:
-    """`bass_core.model.attention._attend` by `two_products`."""
+    """Replacement of `bass_core.model.attention._attend` with `two_products`."""
     packed = query.reshape(len(query), query.shape[1] // group, -1, query.shape[-1])
     key, value = (x.repeat_interleave(packed.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
@@ -193,9 +193,9 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gro
 
 
 def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.DataFrame:
-    """What a layer's attention launches and moves on a GPU for rows of these KV lengths, counted: a line per way.
+    """Return the counted launches and MB of a layer's attention on a GPU at these KV lengths, by method.
 
-    products: launches of QKᵀ and PV. MB: keys and values once, and unfused scores, which move four times.
+    products: launches of QKᵀ and PV. MB: keys and values once, and unfused scores four times.
     """
     rows, own, padded = len(lengths), sum(lengths), len(lengths) * max(lengths)
     per_key = work.cache_bytes(1) / work.layers
@@ -222,9 +222,9 @@ def behind_the_best_fixed(
     cost: CostModel,
     **options,
 ) -> pd.DataFrame:
-    """Replays of policies and of fixed lengths (0: regular decoding), a line per batch and policy.
+    """Return replays of policies, fixed lengths and regular decoding, a line per batch and policy.
 
-    Columns: batch, policy, k (mean), tokens_per_s; over_best: that over the best fixed length's; over_regular.
+    Columns: batch, policy, k (mean), tokens_per_s; over_best, over_regular: relative to best fixed length, regular.
     """
     ways = {f"fixed {k}": k for k in fixed} | {name: make() for name, make in policies.items()} | {"regular": 0}
     lines = []
@@ -240,7 +240,7 @@ def behind_the_best_fixed(
 
 
 def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
-    """Lines of a table in the paper's form, from graded samples: ms per token from the call on, shares that pass."""
+    """Return lines of the paper's table from graded samples: ms per token since the call, shares that pass."""
     lines = []
     for method, run in runs.items():
         samples = run.samples.assign(ms=1e3 * run.samples.finish_seconds / run.samples.tokens)
@@ -254,10 +254,10 @@ def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
 def modelled_lines(
     works: Sequence[StepWork], trace: AcceptanceTrace, batches: Sequence[int], k: int, **options
 ) -> list:
-    """The same for models that are not here, on an A100, modelled: batch × precision, no quality."""
+    """Return modelled lines for models on an A100: batch × precision, without quality."""
     lines = []
     for precision, element in (("16 bits", 2), ("8 bits", 1)):
-        cost = costs_on(A100, [replace(work, element=element) for work in works])  # weights and cache alike
+        cost = costs_on(A100, [replace(work, element=element) for work in works])  # of weights and cache
         for batch in batches:
             regular = replayed_speed(trace, 0, cost, batch, **options)
             speed = replayed_speed(trace, k, cost, batch, **options)

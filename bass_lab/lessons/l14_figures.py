@@ -1,4 +1,4 @@
-"""Figures of lesson 14: utilisation, lock-step, what attention moves, draft lengths against the batch."""
+"""Figures of lesson 14: utilisation, lock-step, bytes of attention, draft lengths against the batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, panels
 
 
 def utilisation_figure(table: pd.DataFrame) -> go.Figure:
-    """Share of the peak against the batch, a line per method. table: of `l14_demonstrations.utilisations`."""
-    titles = ["every verified position counts", "emitted tokens alone count"]
+    """Return the share of the peak against the batch by method. table: of `l14_demonstrations.utilisations`."""
+    titles = ["verified positions", "emitted tokens"]
     figure = panels(1, 2, titles, "GPU utilisation (modelled A100)", 430)
     for column, measure in enumerate(("verified", "emitted"), 1):
         for method, part in table.groupby("method", sort=False):
@@ -24,16 +24,16 @@ def utilisation_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def lock_step_figure(chances: pd.DataFrame, alpha: float) -> go.Figure:
-    """Tokens per step against the batch, lock-step and rows at their own pace. chances: those two columns, by batch."""
-    figure = empty_figure(f"Drafts that are right with chance {alpha}", "batch", "tokens per step of a row", 400)
+    """Return tokens per step against the batch. chances: lock-step and own pace (columns) by batch."""
+    figure = empty_figure(f"Acceptance probability {alpha} per draft token", "batch", "tokens per step of a row", 400)
     for (name, values), look in zip(chances.items(), ("regular", "accepted"), strict=True):
         figure.add_trace(curve(name, chances.index, values, look, hovertemplate="batch %{x}: %{y:.2f}"))
     return figure.update_yaxes(rangemode="tozero")
 
 
 def bytes_figure(table: pd.DataFrame) -> go.Figure:
-    """Megabytes of a layer's attention by way. table: of `l14_demonstrations.attention_bytes`."""
-    figure = empty_figure("What attention moves in one layer (counted)", "MB", "", 340)
+    """Return MB of a layer's attention by method. table: of `l14_demonstrations.attention_bytes`."""
+    figure = empty_figure("Bytes of attention in one layer (counted)", "MB", "", 340)
     for name, look in (("keys and values", "accepted"), ("scores", "recovered")):
         drawn = bars(name, table[name], table.index, look, orientation="h")
         figure.add_trace(drawn.update(hovertemplate=f"%{{y}}: {name} %{{x:.2f}} MB<extra></extra>"))
@@ -47,8 +47,8 @@ def bytes_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def lengths_figure(table: pd.DataFrame, shown: Sequence[str], title: str) -> go.Figure:
-    """Left: speed over the best fixed length; right: the mean length. table: of `behind_the_best_fixed`."""
-    figure = panels(1, 2, ["speed ÷ that of the best fixed length", "mean draft length"], title, 430)
+    """Return speed ÷ best fixed length's (left) and mean length (right). table: of `behind_the_best_fixed`."""
+    figure = panels(1, 2, ["speed ÷ speed of the best fixed length", "mean draft length"], title, 430)
     for name, look in zip(shown, CURVES, strict=False):
         part = table[table.policy == name]
         for column, measure in enumerate(("over_best", "k"), 1):
@@ -64,7 +64,7 @@ def lengths_figure(table: pd.DataFrame, shown: Sequence[str], title: str) -> go.
 
 
 def phases_figure(phases: Mapping[str, tuple[float, float]], ridge: float) -> go.Figure:
-    """Operations per byte of each phase, by name, on either side of the ridge; the second number is its ms."""
+    """Return operations per byte of each phase and the ridge. phases: (operations per byte, ms) by name."""
     figure = empty_figure("Two phases of one model (counted)", "operations per byte", "", 260)
     names, values = list(phases), [intensity for intensity, _ in phases.values()]
     texts = [f"{ms:.1f} ms at least" for _, ms in phases.values()]

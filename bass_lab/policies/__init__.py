@@ -1,4 +1,4 @@
-"""Draft-length policies that lessons compare. By the project's own measurements none is ahead of `Goodput`."""
+"""Draft-length policies for comparison in the lessons. None beat `Goodput` in the project's measurements."""
 
 from bass_lab.policies.learned import Learned
 from bass_lab.policies.marginal_value import MarginalValue

@@ -1,6 +1,6 @@
 """Ablation of the default policy's constants by replay: time without each constant relative to time with it.
 
-Run `python -m bass_lab.policies.ablation`. Replays are deterministic: figures do not depend on the machine's load.
+Run `python -m bass_lab.policies.ablation`. Replays are deterministic and do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 from bass_lab.study.replay import Replay, decode, step_seconds
 
 INFINITE = 10**9
-NEUTRAL = {  # constant of `goodput`: value without effect
+NEUTRAL = {  # constant of `goodput`: value that switches the constant off
     "PRIOR": (1e-3, 1e-3),
     "FORMER": 1e-3,
     "DECAY": 1.0,
@@ -30,11 +30,11 @@ NEUTRAL = {  # constant of `goodput`: value without effect
     "RECHECK": INFINITE,
 }
 BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), 128
-LOADS = {0.06: 30, 1.2: 60}  # requests, by their rate in that of a full batch without drafts
+LOADS = {0.06: 30, 1.2: 60}  # request rate relative to a full batch without drafts: number of requests
 
 
 def texts() -> dict[str, tuple[AcceptanceTrace, tuple[int, ...]]]:
-    """Return recorded texts, texts with a useless draft, and rows and passages that differ; the batch sizes of each."""
+    """Return traces and their batch sizes: recorded texts, a useless draft, mixed rows, mixed passages."""
     made = {"length": TOKENS, "sequences": 64}
     useless, easy, hard = (AcceptanceTrace.synthetic(alpha=alpha, **made) for alpha in (0.01, 0.95, 0.5))
     mixed = replace(easy, q=np.where(np.arange(64)[:, None] % 2, easy.q, hard.q))
@@ -44,7 +44,7 @@ def texts() -> dict[str, tuple[AcceptanceTrace, tuple[int, ...]]]:
 
 
 def seconds() -> Iterator[tuple[tuple[str, str, str], float]]:
-    """Yield each setting (costs, texts, rows) and its time: of replayed batches, or of a request under load."""
+    """Yield each setting (costs, texts, rows) and its seconds: total of replayed batches, or mean per request."""
     for device, cost, places in (("CPU", measured_cpu(), 16), ("H100", modelled_h100(), 64)):
         for name, (trace, batches) in texts().items():
             for batch in batches:

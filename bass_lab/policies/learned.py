@@ -1,8 +1,7 @@
 """Draft lengths learnt per task and kept from one decode to the next.
 
-Prediction with expert advice: each fixed length k is an expert. A step with k drafts also shows the outcome of all
-shorter drafts. (Hedge: Freund and Schapire 1997; with a discount, so
-that a change of text is forgiven and forgotten.)
+Prediction with expert advice: each fixed length k is an expert. A step with draft length k also shows the outcome of
+all shorter drafts. (Hedge: Freund and Schapire 1997, here with discounted losses to follow changes of text.)
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from bass_core.policies.costs import Cost, step_seconds
 from bass_core.policies.goodput import DECAY, PRIOR
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
-LIMIT = 16  # drafts per step: the longest that calibrated grids hold
-STRAGGLING = 6  # power of a row's remaining tokens by which it counts
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number
+LIMIT = 16  # longest draft length; calibrated grids end there
+STRAGGLING = 6  # exponent of a row's remaining tokens in the row's weight
+GOLDEN = (5**0.5 - 1) / 2  # multiples of GOLDEN mod 1 spread evenly over [0, 1): draws without random numbers
 
 
 @dataclass(eq=False)
 class _Memory:
-    """State of one task: losses of the experts, drafts accepted and refused, tokens and seconds, steps."""
+    """State of one task. losses: of the experts; kept, lost: accepted and rejected draft tokens."""
 
     losses: np.ndarray
     kept: float = 0.0
@@ -39,14 +38,14 @@ class _Memory:
 class Learned(DraftLengthPolicy):
     """Discounted Hedge over the draft lengths `lengths`, with a memory per `task` that outlives decodes.
 
-    An expert's loss in a step is its time less its tokens at the going rate (seconds per token, discounted like the
-    losses), by the cost model, in steps of regular decoding. A batch is done when its last row is: rows count the more,
-    the further they are from their end. Where a row accepted all of k drafts, a longer expert is credited with what the
-    task's α lets expect. The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of
-    random numbers.
+    An expert's loss in a step is its seconds, minus its tokens times the current seconds per token. The unit is one
+    step of regular decoding. Seconds come from the cost model, and the seconds per token are discounted like the
+    losses. A batch ends with its last row, so rows with more remaining tokens weigh more. If a row accepted all k draft
+    tokens, a longer expert is credited with the tokens expected at the task's α. A low-discrepancy sequence draws the
+    step's k from the experts' weights.
 
-    cost: seconds of steps. task: any label; set it between decodes (`policy.task = "chat"`), tasks do not share what
-    they learn. rate: of the weights; decay: of losses per step.
+    cost: seconds of steps. task: any label, set between decodes (`policy.task = "chat"`). Tasks do not share their
+    memory. rate: learning rate of the weights. decay: factor on past losses per step.
     """
 
     cost: Cost = field(repr=False)
@@ -58,14 +57,14 @@ class Learned(DraftLengthPolicy):
     def __post_init__(self):
         self.lengths = tuple(sorted(set(self.lengths)))
         if not self.lengths or self.lengths[0] < 0 or self.lengths[-1] > LIMIT:
-            raise ValueError(f"lengths must be some of 0 … {LIMIT}, got {self.lengths}")
+            raise ValueError(f"lengths must be draft lengths from 0 to {LIMIT}, got {self.lengths}")
         if not (self.rate > 0 and 0 < self.decay < 1):
-            raise ValueError(f"needs rate > 0 and 0 < decay < 1, got {self}")
+            raise ValueError(f"rate must be > 0 and decay between 0 and 1 (exclusive), got {self}")
         self.experts = np.array(self.lengths)
         self.memories: dict[str, _Memory] = defaultdict(lambda: _Memory(np.zeros(len(self.lengths))))
 
     def weights(self) -> np.ndarray:
-        """Of the experts, for the task at hand; they sum to 1."""
+        """Return the normalized weights of the experts for the current task."""
         losses = self.memories[self.task].losses
         weights = np.exp(-self.rate * (losses - losses.min()))
         return weights / weights.sum()
@@ -93,7 +92,7 @@ class Learned(DraftLengthPolicy):
         memory.losses = self.decay * memory.losses + losses
 
     def _tokens(self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, alpha: float) -> np.ndarray:
-        """Tokens that each expert would have had in this step [experts, B]: seen, or else expected."""
+        """Return the tokens of each expert in this step, observed or else expected: [experts, B]."""
         own = np.minimum(self.experts[:, None], room)  # [experts, B]
         seen = np.minimum(own, accepted) + 1.0
         more = expected_tokens(alpha, self.lengths[-1])[np.maximum(own - accepted, 0)] - 1

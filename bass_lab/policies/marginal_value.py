@@ -1,7 +1,7 @@
-"""Draft lengths from the draft model's own distributions: a step stops drafting where the draft model is unsure.
+"""Draft lengths from the draft model's distributions: a step stops drafting when the draft model is unsure.
 
-The policy sees the distribution at temperature 1 under any sampling parameters, and learns how often such drafts are
-accepted. Decoding stays exact: x_j is submitted or not by what was known before it was drawn (`Signals`).
+The policy sees the distribution at temperature 1 under any sampling parameters, and learns the acceptance rate at each
+confidence. Decoding stays exact: the decision to submit x_j falls before x_j is drawn (`Signals`).
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from bass_core.policies.costs import Cost, rounded_kv_length, step_seconds
 from bass_core.policies.goodput import DECAY, Goodput
 from bass_core.policies.protocol import RowsView, Signals
 
-BINS = 10  # of the draft's largest probability
-PRIOR = 0.8  # chance of acceptance before anything was seen
-STRENGTH = 4.0  # observations that the power law counts as against a bin's own
+BINS = 10  # bins of the draft model's largest probability
+PRIOR = 0.8  # acceptance probability before the first observation
+STRENGTH = 4.0  # weight of the power law in a bin, in observations
 
 
 class Calibration:
-    """Acceptance rate of drafts by the draft model's largest probability m, in `BINS` equal bins.
+    """Acceptance rate of draft tokens by the draft model's largest probability m, in `BINS` equal bins.
 
-    Older steps weigh less (`DECAY` per step). A bin with few drafts leans on all others: m to the power that makes the
-    overall rate come out right. (At low temperatures drafts are accepted far more often than m.)
+    Older steps weigh less (`DECAY` per step). A bin with few observations is shrunk towards a power of m. The exponent
+    maps the mean m to the overall acceptance rate. (At low temperatures the acceptance rate is far above m.)
     """
 
     def __init__(self):
         self.reached, self.accepted, self.expected = np.zeros(BINS), np.zeros(BINS), np.zeros(BINS)
 
     def __call__(self, maximum: np.ndarray) -> np.ndarray:
-        """Return the chance of acceptance for each largest probability."""
+        """Return the acceptance probability for each largest probability."""
         centres = (np.arange(BINS) + 0.5) / BINS
         seen = self.reached.sum() + 1
-        rate = (self.accepted.sum() + PRIOR) / seen  # of acceptance, and what the model gave on average
+        rate = (self.accepted.sum() + PRIOR) / seen  # overall acceptance rate; next line: mean m
         given = (self.reached @ centres + PRIOR) / seen
         leaning = centres ** np.clip(np.log(min(rate, 0.999)) / np.log(given), 0.05, 20.0)
         chances = (self.accepted + STRENGTH * leaning) / (self.reached + STRENGTH)
         return chances[_bins(maximum)]
 
     def update(self, maximum: np.ndarray, chances: np.ndarray, accepted: np.ndarray) -> None:
-        """Count decided drafts, one entry each: largest probability, chance that was predicted, and outcome."""
+        """Count decided draft tokens. Each has a largest probability, a predicted chance and an outcome."""
         bins = _bins(maximum)
         for counts, seen in ((self.reached, None), (self.accepted, accepted), (self.expected, chances)):
             counts *= DECAY
             counts += np.bincount(bins, seen, BINS)
 
     def error(self) -> float:
-        """Return the expected calibration error: mean distance of predicted chance and acceptance rate per bin."""
+        """Return the expected calibration error: mean distance of predicted chance and acceptance rate over bins."""
         seen = self.reached.sum()
         return float(np.abs(self.accepted - self.expected).sum() / seen) if seen else 1.0
 
 
 def _bins(maximum: np.ndarray) -> np.ndarray:
-    # NaN (logits that are no numbers; the engine reports them after the step) counts as unsure
+    # NaN logits count as unsure; the engine reports them after the step
     return np.minimum((np.nan_to_num(maximum) * BINS).astype(int), BINS - 1)
 
 
 def draft_seconds(cost: Cost, limit: int, rows: RowsView) -> np.ndarray:
-    """Return the seconds of the draft's passes for these rows with draft length 0, 1, … `limit`, float [limit + 1]."""
+    """Return the seconds of the draft phase at draft lengths 0, 1, … `limit`, float [limit + 1]."""
     seconds = cost.draft(len(rows.ids), np.arange(limit + 1), rounded_kv_length(cost, rows))
     return np.broadcast_to(np.asarray(seconds, dtype=float), limit + 1)
 
 
 def require_draft_passes(policy: Goodput) -> None:
-    """Raise ValueError if the policy's costs are of a pair without a draft model, which has no distributions."""
+    """Raise ValueError if the policy's costs belong to a pair without a draft model."""
     if getattr(policy.cost, "draft_phases", True) is None:
         raise ValueError(
-            f"{type(policy).__name__} needs a draft model: without one there is no distribution to look at"
+            f"{type(policy).__name__} needs a draft model, but this cost model belongs to a pair without one"
         )
 
 
@@ -77,11 +77,11 @@ def require_draft_passes(policy: Goodput) -> None:
 class MarginalValue(Goodput):
     """Draft while one more slot is worth its time, by the draft model's distribution before each token.
 
-    Slot j is worth the sum over rows of S_{i,j}, the probability that row i accepts all drafts up to it: the product of
-    its calibrated largest probabilities. The slot costs the draft's pass and the longer verification, priced at the
-    goodput that `Goodput` expects of this step. The distribution of x_j is known after its pass. Then x_j is drawn if
-    the slot is worth its verification, and the next pass follows if slot j + 1 promises to be worth both. The policy
-    takes the length of `Goodput` where that is 0, and while the calibration error is above `trusted`.
+    The value of slot j is the sum over rows of S_{i,j}, the probability that row i accepts all draft tokens up to x_j:
+    a product of calibrated largest probabilities. The cost of slot j is one draft pass and a longer verification, in
+    tokens at the goodput that `Goodput` expects of this step. After its draft pass, x_j is drawn if slot j is worth
+    the verification. The next draft pass follows if slot j + 1 is expected to be worth both. The policy uses the length
+    of `Goodput` if that length is 0, in probes, and while the calibration error is above `trusted`.
     """
 
     trusted: float = 0.1
@@ -103,7 +103,7 @@ class MarginalValue(Goodput):
             self.price = None
             return plan
         rate, steps = self.gains[k], step_seconds(self.cost, self.limit, rows)
-        # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
+        # Prices in tokens: draft pass and verification [limit + 1] (last: infinite), verification alone [limit]
         self.price = rate * np.diff(steps, append=np.inf)
         self.verify_price = rate * np.diff(steps - draft_seconds(self.cost, self.limit, rows))
         return self.limit
@@ -116,7 +116,7 @@ class MarginalValue(Goodput):
             return torch.ones_like(signals.drafting)
         slot = signals.slot
         self.survival = self.survival * chances
-        following = self.survival * chances  # as if slot j + 1 had the chance of slot j
+        following = self.survival * chances  # assumes that slot j + 1 has the chance of slot j
         if self.survival[self.room > slot].sum() <= self.verify_price[slot]:
             length = slot
         elif following[self.room > slot + 1].sum() <= self.price[slot + 1]:
@@ -126,15 +126,15 @@ class MarginalValue(Goodput):
         return torch.full(signals.drafting.shape, length, device="cpu")
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if not self.seen:  # nothing was drafted, or not by a model
+        if not self.seen:  # no draft tokens, or not from a model
             super().update(drafted, accepted)
             return
         self.wanted = drafted.numpy()
         super().update(drafted, accepted)
         drafted, accepted = drafted.numpy(), accepted.numpy()
         if not drafted.any():
-            # A pass that was not worth a token: what was expected counts as if it had come true, or else `Goodput`
-            # would pay for such passes for ever.
+            # The draft pass led to no draft token. Count the predicted outcome as observed; without this, `Goodput`
+            # would pay for such passes forever.
             _, chances = self.seen[0]
             self.alphas.update(chances, 1 - chances)
         slots = np.arange(len(self.seen))[:, None]

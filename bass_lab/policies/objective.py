@@ -1,4 +1,4 @@
-"""Draft lengths for other objectives than the batch's last row: first rows, last rows, or any weights."""
+"""Draft lengths for objectives with arbitrary row weights, for instance to finish the first row early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EQUAL = last_finished(0.0)
 class Objective(Goodput):
     """`Goodput` of weighted rows: weights(rows, elapsed) returns one weight >= 0 per row.
 
-    elapsed: seconds of the decode's steps so far, by the cost model (never by the clock).
+    elapsed: seconds of all steps in this decode, according to the cost model and not to the clock.
     """
 
     weights: Weights = field(default=EQUAL, repr=False)
@@ -49,5 +49,5 @@ class Objective(Goodput):
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
         if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
-            raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
+            raise ValueError(f"weights must give a number >= 0 per row and at least one above 0, got {weights!r}")
         return weights

@@ -1,4 +1,4 @@
-"""Draft lengths per row: one budget of submitted drafts for the whole batch, spent on the likeliest ones."""
+"""Draft lengths per row: one budget of draft tokens for the whole batch, spent on the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from bass_lab.policies.marginal_value import PRIOR, draft_seconds, require_draft
 
 @dataclass
 class RaggedBudget(Goodput):
-    """Draft length per row: the N likeliest drafts of the batch, with the N of most expected tokens per second.
+    """Draft length per row: submit the N likeliest draft tokens of the batch, N by expected tokens per second.
 
-    All rows draft equally far. Then the policy submits tokens one by one, the likeliest first, until one more is not
-    worth its verification. This saves time only where verification is packed (`Runner.feed`; recorded steps are not).
-    Decoding stays exact because x_j is submitted or not before x_j is seen: a token's score is known before its draw,
-    and `HiddenDraft` shows the token's own probability and the next distribution after its submission. (Ranking tokens
-    by their own probabilities is wrong by a total variation of 0.12 in a small example.)
+    All rows use the same draft length. Then the policy submits tokens one by one, the likeliest first, until the next
+    token is not worth its verification. This saves time only if verification is packed (`Runner.feed`). Replayed CUDA
+    graphs are not packed. Decoding stays exact because a token's score is known before the token is drawn.
+    `HiddenDraft` shows the token's probability and the next distribution only after submission. (Ranking by the tokens'
+    own probabilities changes the output distribution: by a total variation of 0.12 in a small example.)
 
-    The score of a draft is Π q(x_i)^γ over the drafts before it, times (max q_j)^γ; it never rises along a row. Ties go
-    to the earlier slot, then to the earlier row. γ fits the draft's probabilities, which are at temperature 1, to the
-    acceptance so far. Rows draft further than `Goodput` would, as far as that prolongs the step by the share `reach` at
-    most. Where `Goodput` does not draft, this policy does not.
+    The score of draft token x_j is Π q(x_i)^γ over i < j, times (max q_j)^γ. Scores never rise along a row. Ties go to
+    the earlier slot, then to the earlier row. γ fits the draft probabilities (at temperature 1) to the acceptance rate.
+    Rows draft longer than `Goodput` would, if the step takes at most the share `reach` longer. If `Goodput` does not
+    draft, neither does this policy.
     """
 
     reach: float = 0.05
@@ -36,11 +36,11 @@ class RaggedBudget(Goodput):
         super().__post_init__()
         require_draft_passes(self)
         if not self.reach >= 0:
-            raise ValueError(f"reach must be >= 0, a share of a step's time, got {self.reach}")
+            raise ValueError(f"reach must be >= 0 (a share of a step's time), got {self.reach}")
 
     def _reset(self) -> None:
         super()._reset()
-        self.told, self.kept, self.count = 0.0, 0.0, 0.0  # of decided drafts: sum of q(x), accepted, number
+        self.told, self.kept, self.count = 0.0, 0.0, 0.0  # decided draft tokens: sum of q(x), accepted, total
 
     def plan(self, rows: RowsView) -> int | Tensor:
         plan, k = super().plan(rows), self.k
@@ -53,11 +53,11 @@ class RaggedBudget(Goodput):
         return int(np.flatnonzero(affordable)[-1])
 
     def choose(self, hidden: HiddenDraft) -> None:
-        """Submit drafts until the next one is not worth its verification."""
+        """Submit draft tokens until the next token is not worth its verification."""
         self.hidden = hidden
         gamma, rows = self._power(), len(hidden.lengths)
         steps, drafts = (seconds(self.cost, self.limit, self.rows) for seconds in (step_seconds, draft_seconds))
-        passes, verify = drafts[int(hidden.lengths.max())], steps - drafts  # [limit + 1], by drafts per row
+        passes, verify = drafts[int(hidden.lengths.max())], steps - drafts  # [limit + 1], by draft length
         queue = [(-(hidden.maximum(row) ** gamma), 0, row, 1.0) for row in range(rows) if hidden.lengths[row]]
         heapq.heapify(queue)
         tokens, spent, lengths = float(rows), 0, np.arange(len(verify))
@@ -73,18 +73,18 @@ class RaggedBudget(Goodput):
                 heapq.heappush(queue, (-path * hidden.maximum(row) ** gamma, slot + 1, row, path))
 
     def _power(self) -> float:
-        """γ: what the draft's mean probability has to be raised to, to be the mean acceptance."""
+        """Return γ, the exponent that maps the mean draft probability to the acceptance rate."""
         rate, told = ((total + PRIOR) / (self.count + 1) for total in (self.kept, self.told))
         return float(np.clip(np.log(min(rate, 0.999)) / np.log(min(told, 0.999)), 0.05, 20.0))
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if self.hidden is None:  # nothing was drafted, or not by a model
+        if self.hidden is None:  # no draft tokens, or not from a model
             super().update(drafted, accepted)
             return
         self.wanted = drafted.numpy()
         super().update(drafted, accepted)
         drafted, accepted = drafted.numpy(), accepted.numpy()
-        if not drafted.any():  # passes that were not worth a token: as `MarginalValue` does
+        if not drafted.any():  # no draft token was submitted: see `MarginalValue.update`
             asked = self.hidden.lengths > 0
             first = [self.hidden.maximum(row) if some else 0.0 for row, some in enumerate(asked)]
             chances = np.array(first) ** self._power() * asked

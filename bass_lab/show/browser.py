@@ -1,4 +1,4 @@
-"""JupyterLab in a real browser, for the browser test and the README's pictures. Needs Chromium and playwright."""
+"""Run JupyterLab in a browser, for the browser test and the README's pictures. Needs Chromium and playwright."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bass_core.environment import write_whole
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-PATIENCE = 240  # seconds, for a machine that does much else
-# All cells are in the page, not only those in sight, and nothing calls home.
+PATIENCE = 240  # seconds, enough for a busy machine
+# All cells are in the page, not only the visible cells. JupyterLab makes no network requests.
 SETTINGS = {
     "notebook-extension/tracker": '{"windowingMode": "none"}',
     "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
 }
 
-# The server exposes the application to scripts: what was executed is read from the notebook's model.
+# The server exposes the application to scripts, and the notebook's model contains the outputs.
 PANEL = "window.jupyterapp?.shell.currentWidget"
 IDLE = f"() => {PANEL}?.sessionContext?.session?.kernel?.status === 'idle'"
 CELLS = f"() => {PANEL}.content.model.sharedModel.cells.map(cell => cell.toJSON())"
@@ -41,16 +41,16 @@ ENDED = f"""() => {{
 
 
 def executable() -> str:
-    """The machine's Chromium. Raises FileNotFoundError where there is none."""
+    """Return the path of Chromium. Raises FileNotFoundError if Chromium is not installed."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
-        raise FileNotFoundError("there is no chromium here: install it (apt-get install chromium)")
+        raise FileNotFoundError("Chromium was not found; install it (apt-get install chromium)")
     return found
 
 
 @contextmanager
 def launched() -> Iterator[Browser]:
-    """The machine's Chromium, headless. Raises FileNotFoundError where there is none."""
+    """Yield a headless Chromium. Raises FileNotFoundError if Chromium is not installed."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -63,8 +63,8 @@ def launched() -> Iterator[Browser]:
 
 @contextmanager
 def lab(notebooks: Path, parameters: Mapping[str, dict]) -> Iterator[Callable[[str], str]]:
-    """Run JupyterLab on a copy of this folder; yields what tells a notebook's address. parameters: by notebook, as
-    papermill's."""
+    """Run JupyterLab on a copy of this folder, and yield a function from notebook name to URL. parameters: papermill
+    parameters of each notebook."""
     import papermill
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def lab(notebooks: Path, parameters: Mapping[str, dict]) -> Iterator[Callable[[s
             "IPYTHONDIR": home / "ipython",
         }
         environment = os.environ | {name: str(folder) for name, folder in folders.items()}
-        environment["OMP_NUM_THREADS"] = "1"  # waiting threads make matrices this small many times slower
+        environment["OMP_NUM_THREADS"] = "1"  # with more threads, such small matrices are many times slower
         root = Path(__file__).parents[2]
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         with _server(copy, environment, home / "server.log") as address:
@@ -102,7 +102,7 @@ def _server(folder: Path, environment: dict[str, str], log: Path) -> Iterator[Ca
                "ServerApp.open_browser": False, "ServerApp.root_dir": folder, "ServerApp.allow_root": True,
                "LabApp.expose_app_in_browser": True}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
-    environment = environment | {"JUPYTER_TOKEN": token}  # arguments of a command can be read by all users
+    environment = environment | {"JUPYTER_TOKEN": token}  # other users can read the arguments of a command
     with log.open("w") as output:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
@@ -110,11 +110,11 @@ def _server(folder: Path, environment: dict[str, str], log: Path) -> Iterator[Ca
         _wait_for(f"{address}/api/status?token={token}", server, log)
         yield lambda notebook: f"{address}/doc/tree/{notebook}.ipynb?token={token}"
     finally:
-        server.terminate()  # it ends its kernels
+        server.terminate()  # also ends the kernels
         try:
             server.wait(timeout=30)
         except subprocess.TimeoutExpired:
-            server.kill()  # a kernel ends by itself when its server is gone
+            server.kill()  # kernels end when the server is gone
             server.wait()
 
 
@@ -126,12 +126,12 @@ def _wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
                 return
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.2)
-    raise RuntimeError(f"JupyterLab did not answer: {log.read_text()[-3000:]}")
+    raise RuntimeError(f"JupyterLab did not start. Its log ends with: {log.read_text()[-3000:]}")
 
 
 @contextmanager
 def executed(browser: Browser, address: str, size: Mapping[str, int]) -> Iterator[Page]:
-    """The notebook in a page of this size, all of its cells run (or one failed)."""
+    """Yield the notebook in a page of this size, after all cells ran or a cell failed."""
     page = browser.new_page(viewport=dict(size))
     page.set_default_timeout(PATIENCE * 1000)
     try:
@@ -146,7 +146,7 @@ def executed(browser: Browser, address: str, size: Mapping[str, int]) -> Iterato
 
 
 def first_widget(page: Page) -> Locator:
-    """The output of the first cell with a slider, its figures drawn."""
+    """Return the output of the first cell with a slider, after its figures were drawn."""
     output = page.locator(".jp-CodeCell:has(.noUi-handle) .jp-OutputArea-output").first
     output.scroll_into_view_if_needed()
     output.locator(".js-plotly-plot .main-svg").first.wait_for()
@@ -154,7 +154,7 @@ def first_widget(page: Page) -> Locator:
 
 
 def picture(notebook: Path, path: Path, parameters: dict, size: Mapping[str, int]) -> None:
-    """Write the notebook's first widget, live in JupyterLab in a window of this size, as PNG."""
+    """Write the notebook's first widget as PNG, drawn by JupyterLab in a window of this size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = notebook.stem
     with (
@@ -163,5 +163,5 @@ def picture(notebook: Path, path: Path, parameters: dict, size: Mapping[str, int
         executed(browser, address(name), size) as page,
     ):
         widget = first_widget(page)
-        page.wait_for_timeout(1000)  # figures grow to the width that is there
+        page.wait_for_timeout(1000)  # until figures fill the width
         write_whole(path, widget.screenshot())

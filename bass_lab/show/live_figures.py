@@ -1,4 +1,4 @@
-"""Figures that live in a notebook: redrawn in place by controls, as wide as the page."""
+"""Interactive figures in a notebook: controls redraw them in place, at the width of the page."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from IPython.display import HTML
 
 
 def live_figure() -> go.FigureWidget:
-    """An empty one, for `redraw`; to be placed in `stacked`."""
+    """Return an empty figure for `redraw`. Place the figure inside `stacked`."""
     figure = go.FigureWidget()
     figure._config = figure._config | {"responsive": True, "displayModeBar": False}
     return figure
 
 
 def redraw(widget: go.FigureWidget, figure: go.Figure) -> None:
-    """Make a FigureWidget show another figure with the same number of traces, its data in place."""
+    """Show another figure with the same number of traces in a FigureWidget."""
     with widget.batch_update():
         if not widget.data:
             widget.add_traces(figure.data)
         for old, new in zip(widget.data, figure.data, strict=True):
             old.update(new.to_plotly_json(), overwrite=True)
         widget.layout = figure.layout
-    widget._repr_mimebundle_()  # updates the state that a page gets when it is loaded again
+    widget._repr_mimebundle_()  # updates the saved state for page reloads
 
 
 def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: ipywidgets.Widget) -> ipywidgets.VBox:
-    """Return the controls, and below them what `draw` makes of their values (by name): texts of HTML, and figures."""
+    """Return controls, with the HTML texts and figures below that `draw` returns for the controls' values (by name)."""
     views: list[ipywidgets.Widget] = []
 
     def update(_=None) -> None:
@@ -44,39 +44,39 @@ def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: ipywidgets.
 
     for control in controls.values():
         if control.has_trait("continuous_update"):
-            control.continuous_update = False  # one drawing per move, when the mouse lets go
+            control.continuous_update = False  # redraw once, when the mouse is released
         control.observe(update, names="value")
     update()
     return stacked(*controls.values(), *views)
 
 
 def slider(value: float, least: float, most: float, name: str, step: float | None = None) -> ipywidgets.Widget:
-    """A slider of whole numbers, or, with a step, of others."""
+    """Return a slider for integers, or for floats if a step is given."""
     kind, stepped = (ipywidgets.IntSlider, {}) if step is None else (ipywidgets.FloatSlider, {"step": step})
     return kind(value=value, min=least, max=most, description=name, style={"description_width": "initial"}, **stepped)
 
 
 def static(*views: str | ipywidgets.Widget) -> tuple[HTML | go.Figure, ...]:
-    """What figures and texts (widgets, or as they are) show now, without widgets."""
+    """Return the current contents of figures and texts as plain figures and HTML."""
     return tuple(
         go.Figure(view) if isinstance(view, go.FigureWidget) else HTML(getattr(view, "value", view)) for view in views
     )
 
 
 def stacked(*children: ipywidgets.Widget) -> ipywidgets.VBox:
-    """The children below each other; figures anywhere in them take the column's width. Its last child is no sight."""
+    """Return the children in a column. Figures inside take the column's width; an invisible last child resizes them."""
     return ipywidgets.VBox([*children, _Resizer(layout={"width": "100%"})])
 
 
 class _Resizer(anywidget.AnyWidget):
-    """An empty line that makes the figures above it as wide as itself. anywidget figures do not follow their place."""
+    """Empty line that sets the figures above to its own width. anywidget figures do not resize by themselves."""
 
     _esm = """
     export default { render({ el }) {
         const fit = () => {
             const figures = el.parentElement?.querySelectorAll(".js-plotly-plot") ?? [];
             figures.forEach(figure => delete figure.layout?.width);
-            window.dispatchEvent(new Event("resize"));  // responsive figures take the width of their place
+            window.dispatchEvent(new Event("resize"));  // responsive figures take the available width
         };
         const observer = new ResizeObserver(fit);
         observer.observe(el);

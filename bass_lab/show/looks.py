@@ -1,5 +1,5 @@
-"""How all figures look: colours (Okabe & Ito), hatchings, dashes and symbols by name (`LOOKS`), one template, and the
-pieces of a figure. Never colour alone."""
+"""Look of all figures: colours (Okabe & Ito), hatchings, dashes and symbols by name (`LOOKS`), a template, and the
+parts of a figure. No figure depends on colour alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bass_core.loop.trace import Trace
 
 @dataclass(frozen=True)
 class Look:
-    """A colour, and beside it the hatching of bars (its own colour: ink), and the dash and symbol of curves."""
+    """Colour, hatching and hatching colour (ink) of bars, and dash and symbol of curves."""
 
     colour: str
     hatch: str = ""
@@ -27,15 +27,15 @@ class Look:
 
 
 LOOKS = {
-    # what became of a token
+    # outcome of a token
     "accepted": Look("#0072B2"),
     "recovered": Look("#D55E00", "-", "dash", "diamond"),
     "bonus": Look("#009E73", ".", "dot", "square"),
     "rejected": Look("#CC79A7", "x", "longdash", "cross"),
     "not reached": Look("#E3BDD1", "/", ink="#9A6A86"),
-    "regular": Look("#5A5A5A", "/", "dot", "square"),  # and the method
-    "baseline": Look("#B0B0B0", "/"),  # whatever else is compared
-    # what is not there, wasted or too late
+    "regular": Look("#5A5A5A", "/", "dot", "square"),  # also the method
+    "baseline": Look("#B0B0B0", "/"),  # anything else in a comparison
+    # missing, wasted or late
     "nothing": Look("#E8E8E8", "/", ink="#9A9A9A"),
     # phases of a step
     "prefill": Look("#CC79A7", "."),
@@ -44,13 +44,13 @@ LOOKS = {
     "verify": Look("#56B4E9"),
     "commit": Look("#009E73", "x"),
     "other": Look("#5A5A5A", "x"),
-    # ways to decode
+    # decoding methods
     "transformers": Look("#56B4E9", ".", "dashdot", "triangle-up"),
 }
 LOOKS |= {"batched": LOOKS["accepted"], "single": LOOKS["recovered"], "assisted": LOOKS["rejected"]}
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
-CURVES = ("accepted", "recovered", "bonus", "rejected", "transformers")  # for things without a look of their own
-FAINT = {"color": "#9A9A9A", "width": 1}  # a line to compare with
+CURVES = ("accepted", "recovered", "bonus", "rejected", "transformers")  # for data without a named look
+FAINT = {"color": "#9A9A9A", "width": 1}  # reference line
 
 _CELLS = {"colorscale": "Cividis", "xgap": 2, "ygap": 2, "texttemplate": "%{text}", "colorbar": {"thickness": 14}}
 _OURS = go.layout.Template(
@@ -60,7 +60,7 @@ _OURS = go.layout.Template(
         "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
         "xaxis": {"zeroline": False},
         "yaxis": {"zeroline": False},
-        # Below the figure a legend takes no width from a narrow window.
+        # A legend below the figure leaves the full width to the panel.
         "legend": {
             "orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "traceorder": "normal",
         },
@@ -72,13 +72,13 @@ _OURS = go.layout.Template(
         "heatmap": [_CELLS],
     },
 )  # fmt: skip
-# Merged once: plotly would merge "plotly_white+bass" anew for every figure.
+# Merged once, because plotly would merge "plotly_white+bass" anew for every figure.
 pio.templates["bass"] = pio.templates.merge_templates("plotly_white", _OURS)
 TEMPLATE = "bass"
 
 
 def titled(title: str, *sources: Trace | pd.DataFrame) -> str:
-    """The title, which says so where a trace or a table of records is synthetic."""
+    """Return the title, marked "(synthetic)" if a trace or a table of records is synthetic."""
     marked = any(
         source.synthetic if isinstance(source, Trace) else "synthetic" in source and source.synthetic.any()
         for source in sources
@@ -87,20 +87,20 @@ def titled(title: str, *sources: Trace | pd.DataFrame) -> str:
 
 
 def empty_figure(title: str, x: str, y: str, height: int) -> go.Figure:
-    """A figure of one panel with named axes and nothing in it."""
+    """Return an empty figure of one panel with named axes."""
     axes = {"xaxis": {"title": x}, "yaxis": {"title": y}}
     return go.Figure(layout={"template": TEMPLATE, "title": {"text": title}, "height": height, **axes})
 
 
 def panels(rows: int, columns: int, titles: Sequence[str], title: str, height: float, **options) -> go.Figure:
-    """A figure of empty panels, each with a title. options: of plotly's `make_subplots`."""
+    """Return a figure of empty panels with titles. options: of plotly's `make_subplots`."""
     figure = make_subplots(rows, columns, subplot_titles=titles, **options)
     figure.update_layout(template=TEMPLATE, title_text=title, height=height, margin_t=80)
     return figure.update_annotations(font_size=13, **({"x": 0, "xanchor": "left"} if columns == 1 else {}))
 
 
 def bars(name: str, x: Sequence, y: Sequence, look: str | Sequence[str], **options) -> go.Bar:
-    """Bars that look like one thing, or each like its own. options: of plotly's `Bar`."""
+    """Return bars with one look, or with one look per bar. options: of plotly's `Bar`."""
     looks = [LOOKS[each] for each in ([look] if isinstance(look, str) else look)]
     parts = [look.colour for look in looks], [look.hatch for look in looks], [look.ink for look in looks]
     colour, hatch, ink = (part[0] for part in parts) if isinstance(look, str) else parts
@@ -109,20 +109,20 @@ def bars(name: str, x: Sequence, y: Sequence, look: str | Sequence[str], **optio
 
 
 def curve(name: str, x: Sequence, y: Sequence, look: str, mode: str = "lines+markers", **options) -> go.Scatter:
-    """Lines, markers or both. options: of plotly's `Scatter`."""
+    """Return a curve of lines, markers or both. options: of plotly's `Scatter`."""
     colour, dash, symbol = LOOKS[look].colour, LOOKS[look].dash, LOOKS[look].symbol
     line, marker = {"color": colour, "dash": dash}, {"color": colour, "symbol": symbol}
     return go.Scatter(name=name, x=x, y=y, mode=mode, line=line, marker=marker, **options)
 
 
 def cells(matrix: pd.DataFrame, **options) -> go.Heatmap:
-    """A cell with its number for every value, none where it is NaN. options: of plotly's `Heatmap`."""
-    values = matrix.astype(object).where(matrix.notna(), None).to_numpy()  # NaN is no JSON
+    """Return a cell with its number for every value except NaN. options: of plotly's `Heatmap`."""
+    values = matrix.astype(object).where(matrix.notna(), None).to_numpy()  # JSON has no NaN
     text = matrix.map(lambda value: "" if np.isnan(value) else f"{value:.0f}").to_numpy()
     drawn = {"x": matrix.columns.to_numpy(), "y": matrix.index.to_numpy(), "z": values, "text": text}
     return go.Heatmap(drawn | options)
 
 
 def interval(value: pd.Series, low: pd.Series, high: pd.Series, **options) -> dict:
-    """Whiskers from low to high around a value."""
+    """Return error bars from low to high around a value."""
     return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, **options}

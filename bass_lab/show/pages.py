@@ -1,4 +1,4 @@
-"""Notebooks executed, and written as pages that need no network; figures as pictures."""
+"""Execute notebooks, write them as offline HTML pages, and write figures as PNG."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
     from nbformat import NotebookNode
 
-# Headless, offline, and willing to run as root in a container.
+# Headless and offline; also runs as root in a container.
 BROWSER_FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=20000",
 )  # fmt: skip
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
-PATIENCE = 600  # seconds, for a cell
+WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to use it. A static copy follows.</i></p>"
+PATIENCE = 600  # seconds per cell
 FIGURE = "application/vnd.plotly.v1+json"
-SCRIPT = "plotly.min.js"  # 5 MB: once per folder of pages, not per page
+SCRIPT = "plotly.min.js"  # 5 MB, stored once per folder of pages
 
 
 def execute(source: Path) -> NotebookNode:
-    """Return the notebook executed where it lies, without its widgets. Raises nbclient's CellExecutionError and
+    """Return the notebook after execution in its own folder, without widgets. Raises nbclient's CellExecutionError and
     CellTimeoutError."""
     import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.read(source, as_version=4)
-    # Every kernel warns that it talks TCP; here to this process only.
+    # Kernels warn that they use TCP; here only this process connects.
     options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
     client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": source.parent}}, **options)
     with asyncio.Runner(loop_factory=_Loop) as runner:
@@ -49,7 +49,7 @@ def execute(source: Path) -> NotebookNode:
 
 
 def draw_figures(notebook: NotebookNode, script: str | None = None) -> None:
-    """Turn the notebook's figures into HTML that needs no network. script: where `SCRIPT` lies; None: inline."""
+    """Turn the notebook's figures into offline HTML. script: address of `SCRIPT`; None embeds the script."""
     from plotly.io import to_html
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -61,16 +61,16 @@ def draw_figures(notebook: NotebookNode, script: str | None = None) -> None:
 
 
 def write_script(folder: Path) -> None:
-    """Put plotly's script where pages look for it."""
+    """Write plotly's script to the folder of the pages."""
     from plotly.offline import get_plotlyjs
 
     write_whole(folder / SCRIPT, get_plotlyjs())
 
 
 def as_page(notebook: NotebookNode, title: str = "") -> str:
-    """Return an executed notebook as HTML that fetches nothing when opened. title: else its first heading.
+    """Return an executed notebook as offline HTML without MathJax and require.js. Printed lines break between words.
 
-    nbconvert's MathJax and require.js are left out: nothing here needs them. Printed lines break between words.
+    title: the first heading if empty.
     """
     from nbconvert import HTMLExporter
 
@@ -80,10 +80,10 @@ def as_page(notebook: NotebookNode, title: str = "") -> str:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Leaves Ctrl-C to asyncio. nbclient would end the kernel under the cell that it waits for, and then fail."""
+    """Event loop that leaves Ctrl-C to asyncio. nbclient's handler would end the kernel during a cell and then fail."""
 
     def add_signal_handler(self, *arguments) -> None:
-        raise RuntimeError("there are no handlers of signals here")  # as on systems that have none
+        raise RuntimeError("this loop has no signal handlers")  # as on platforms without them
 
 
 async def _execute(client: NotebookClient, environment: Mapping[str, str]) -> None:
@@ -91,15 +91,15 @@ async def _execute(client: NotebookClient, environment: Mapping[str, str]) -> No
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:  # Ctrl-C
-        client.shutdown_kernel = "immediate"  # a kernel that had time would complain of closed sockets
+        client.shutdown_kernel = "immediate"  # a slower shutdown would print errors about closed sockets
         work.cancel()
         await asyncio.wait([work])
-        work.exception()  # that its kernel died; seen, so that nobody is told
+        work.exception()  # retrieved, so that asyncio does not log it
         raise
 
 
 def _without_widgets(notebook: NotebookNode) -> None:
-    """A widget lives in JupyterLab only: a page says so in its place, and finished progress bars go."""
+    """Replace widgets by `WIDGET_NOTE`, and remove finished progress bars."""
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
         for output in outputs:
@@ -110,13 +110,12 @@ def _without_widgets(notebook: NotebookNode) -> None:
 
 
 def _title(notebook: NotebookNode) -> str:
-    """The first heading."""
     lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
     return next((line[2:].strip() for line in lines if line.startswith("# ")), "")
 
 
 def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> None:
-    """Write a figure as PNG, drawn by Chromium. Raises FileNotFoundError where there is none."""
+    """Write a figure as PNG with Chromium. Raises FileNotFoundError if Chromium is not installed."""
     chromium = browser.executable()
     height = figure.layout.height
     path.parent.mkdir(parents=True, exist_ok=True)

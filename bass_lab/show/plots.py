@@ -1,4 +1,4 @@
-"""Figures and coloured text of a trace. Each function takes data and returns something to show; none computes text."""
+"""Figures and coloured text of a trace. No function runs a model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from bass_core.loop.trace import Trace
 from bass_lab.show.looks import LOOKS, bars, cells, empty_figure, interval, titled
 from bass_lab.texts.pieces import pieces_of
 
-CODE = "font-family:ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;"  # pages style <pre> themselves
-SIDE_BY_SIDE = "<div style='display:flex;gap:24px;flex-wrap:wrap'>{}</div>"  # of columns
+CODE = "font-family:ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;"  # HTML pages restyle <pre>
+SIDE_BY_SIDE = "<div style='display:flex;gap:24px;flex-wrap:wrap'>{}</div>"  # for columns
 COLUMN = "<div style='flex:1;min-width:280px'><h4 style='margin:8px 0'>{}</h4>{}</div>"
-GREY = "#707070"  # of text that is given
+GREY = "#707070"  # colour of given text
 UNDERLINES = {"accepted": "2px solid", "recovered": "2px dashed", "bonus": "4px double", "regular": "2px dotted"}
 MEANINGS = {
-    "accepted": "drafted, accepted",
-    "recovered": "the target's, after a rejection",
-    "bonus": "the target's, after full acceptance",
-    "regular": "the target's, nothing drafted",
-    "rejected": "drafted, refused",
-    "not reached": "drafted behind a refusal, never judged",
+    "accepted": "from the draft, accepted",
+    "recovered": "from the target, after a rejection",
+    "bonus": "from the target, after full acceptance",
+    "regular": "from the target, nothing drafted",
+    "rejected": "from the draft, rejected",
+    "not reached": "from the draft, after a rejection, not checked",
 }
 
 
 def raster_matrix(trace: Trace) -> pd.DataFrame:
-    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended)."""
+    """Return the accepted tokens in the text: [row, decode step of the row], NaN after the row's end."""
     decode = trace.steps.query("kind == 'decode'")
     decode = decode.assign(accepted=decode[["accepted", "emitted"]].min(axis=1))
     numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
@@ -37,7 +37,7 @@ def raster_matrix(trace: Trace) -> pd.DataFrame:
 
 
 def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row and step") -> go.Figure:
-    """The batch as it ran: one line per row, one cell per decode step, coloured and numbered by accepted drafts."""
+    """Return the batch as a raster: one line per row, and one cell with the accepted tokens per decode step."""
     matrix, drafted = raster_matrix(trace), int(trace.steps.drafted.max())
     figure = empty_figure(titled(title, trace), "decode step of the row", "row", height=140 + 34 * len(matrix))
     hover = "row %{y}, step %{x}: %{z:.0f} accepted<extra></extra>"
@@ -47,9 +47,9 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
 
 
 def speed_chart(table: pd.DataFrame) -> go.Figure:
-    """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
-    title = titled("Speed over regular decoding", table)
-    figure = empty_figure(title, "times as fast (1 = this engine without drafting)", "", 120 + 42 * len(table))
+    """Return a bar of `over_regular` with the interval `low` … `high` for each table line, labelled by `label`."""
+    title = titled("Speed relative to regular decoding", table)
+    figure = empty_figure(title, "times as fast (1 = this engine without drafts)", "", 120 + 42 * len(table))
     looks = ["batched" if "batched" in label else "baseline" for label in table.label]
     texts = {"text": [f"{value:.2f}×" for value in table.over_regular], "insidetextanchor": "start"}
     texts |= {"textposition": "inside", "hovertemplate": "%{y}: %{x:.2f}×<extra></extra>"}
@@ -60,7 +60,7 @@ def speed_chart(table: pd.DataFrame) -> go.Figure:
 
 
 def legend() -> str:
-    """HTML: what the colours and underlines of `coloured_text` mean."""
+    """Return HTML: the legend of colours and underlines in `coloured_text`."""
     return " &nbsp; ".join(f'<span style="{_style(kind)}">{kind}</span> {MEANINGS[kind]}' for kind in UNDERLINES)
 
 
@@ -77,9 +77,9 @@ def coloured_text(
     titles: Sequence[str] | None = None,
     marked: Sequence[bool] | None = None,
 ) -> str:
-    """HTML of generated tokens, underlined and coloured by origin (`Trace.tokens.kind`).
+    """Return HTML of generated tokens, underlined and coloured by origin (`Trace.tokens.kind`).
 
-    prompt: in grey before them. titles: shown on hover. marked: on a yellow ground.
+    prompt: shown first, in grey. titles: shown on hover. marked: tokens with a yellow background.
     """
     titles = [""] * len(tokens) if titles is None else titles
     marked = [False] * len(tokens) if marked is None else marked

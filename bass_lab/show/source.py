@@ -1,4 +1,4 @@
-"""The code that a lesson talks about, as it stands in the file: shown from its source, so that it cannot go stale."""
+"""Show code in a lesson, always read from its current source file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-FONT = "font-family:ui-monospace,monospace"  # pages style <pre> themselves
-Mark = str | re.Pattern  # text that stands in a line, or an expression that matches in it
+FONT = "font-family:ui-monospace,monospace"  # HTML pages restyle <pre>
+Mark = str | re.Pattern  # text in a line, or a regular expression that matches a part of a line
 
 
 class ShownSource:
-    """Lines of a file by number, some of them `marked` or `shown`; a cell that ends with it shows them. place: file,
-    numbers and name."""
+    """Lines of a file for display in a notebook cell. marked, shown: line numbers. place: file, lines and name."""
 
     def __init__(self, place: str, lines: Mapping[int, str], marked: Collection[int], shown: Collection[int]):
         self.place, self.lines, self.marked, self.shown = place, dict(lines), sorted(marked), sorted(shown)
@@ -32,7 +31,7 @@ class ShownSource:
         coloured = highlight(code, PythonLexer(stripnl=False), formatter).splitlines()
         line = '<span style="{style}"><span style="color:#666666;user-select:none">{margin}</span>{code}\n</span>'
         listed = "".join(self._listed(dict(zip(self.lines, coloured, strict=True)), line, "     ⋮\n"))
-        # Its own ground and ink: readable on light and on dark pages.
+        # Fixed colours are readable on light and dark pages.
         style = "background:#f7f7f7;color:#1b1f24;border:1px solid #d6dade;border-radius:6px;padding:8px 0;margin:0"
         return (
             f'<div style="font-size:85%;margin-bottom:2px"><code>{html.escape(self.place)}</code></div>'
@@ -40,7 +39,7 @@ class ShownSource:
         )
 
     def _listed(self, lines: Mapping[int, str], form: str, gap: str) -> Iterator[str]:
-        """The lines that are shown, each in this form, and a sign where some are left out."""
+        """Yield each shown line in this form, and a gap sign for left-out lines."""
         before = min(self.lines) - 1
         for number in self.shown:
             if number > before + 1:
@@ -56,7 +55,7 @@ class ShownSource:
 
 
 class Beside:
-    """Sources next to each other, each under its title; below each other on a narrow page."""
+    """Sources with titles, side by side, or in a column on a narrow page."""
 
     def __init__(self, sources: Mapping[str, ShownSource]):
         self.sources = dict(sources)
@@ -75,10 +74,11 @@ class Beside:
 def show_source(
     thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None
 ) -> ShownSource:
-    """Return the source of a function, method or class, with the lines marked that `highlight` names.
+    """Return the source of a function, method or class, with marked lines.
 
-    highlight: a text, a compiled regular expression, or several. around: show only so many lines beside each marked
-    one. Raises ValueError for a highlight that is in no line, TypeError for what has no source in Python.
+    highlight: a text, a compiled regular expression, or several; matching lines are marked. around: number of lines to
+    show before and after each marked line. Raises ValueError if a highlight matches no line, and TypeError if there is
+    no Python source.
     """
     thing = inspect.unwrap(thing)
     found, first = inspect.getsourcelines(thing)
@@ -88,7 +88,7 @@ def show_source(
         expression = re.compile(re.escape(mark)) if isinstance(mark, str) else mark
         hits = {number for number, line in lines.items() if expression.search(line)}
         if not hits:
-            raise ValueError(f"no line of {thing.__qualname__} has {mark!r}: what should be highlighted?")
+            raise ValueError(f"no line of {thing.__qualname__} has {mark!r}; use a highlight from its source")
         marked |= hits
     place = f"{_named(thing)}, lines {first} to {max(lines)}: {thing.__qualname__}"
     near = [number for number in lines if around is None or any(abs(number - mark) <= around for mark in marked)]
@@ -96,7 +96,7 @@ def show_source(
 
 
 def _named(thing: Callable | type) -> str:
-    """The file of a thing, from its package's folder on."""
+    """Return the path of the thing's file, starting at the package folder."""
     path, package = Path(inspect.getsourcefile(thing)), thing.__module__.partition(".")[0]
     parts = path.parts
     return "/".join(parts[len(parts) - parts[::-1].index(package) - 1 :]) if package in parts[:-1] else path.name

@@ -1,5 +1,5 @@
-"""Tables and facts on standard output, as wide as the terminal is (80 columns in a pipe). What is too wide is wrapped;
-nothing is cut, and a pipe gets plain text."""
+"""Print tables and facts at the width of the terminal (80 columns in a pipe). Wide text is wrapped, never cut. A pipe
+receives plain text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # between columns
-NUMERIC = frozenset("+-0123456789")  # how values begin that stand on the right
+NUMERIC = frozenset("+-0123456789")  # first characters of right-aligned values
 VERDICTS = {"PASS": "bold green", "FAIL": "bold red"}
 
 
 def show(text: str, style: str = "") -> None:
-    """Print a text."""
+    """Print a text in a style of rich."""
     _print(Text(text, style))
 
 
 def show_table(rows: Iterable[Mapping[str, object]], heading: str = "") -> None:
-    """Print lines that have the same columns: numbers to four digits, None and NaN as nothing; empty columns are left
-    out."""
+    """Print rows with the same columns. Floats have four digits, None and NaN are blank, empty columns are left out."""
     shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
     names = [name for name in (shown[0] if shown else ()) if any(row[name] for row in shown)]
     columns = [[row[name] for row in shown] for name in names]
@@ -41,8 +40,8 @@ def show_table(rows: Iterable[Mapping[str, object]], heading: str = "") -> None:
 
 
 def _widths(names: list[str], columns: list[list[str]], room: int) -> list[int]:
-    """How wide columns are: as their cells, or where there is no room the widest ones narrower. Names are wrapped
-    before cells, and words broken last."""
+    """Return column widths. If the room is too small, the widest columns shrink: names wrap first, then cells. Words
+    break last."""
     cells = [max(map(cell_len, column)) for column in columns]
     widths = [max(cell_len(name), cell) for name, cell in zip(names, cells, strict=True)]
     of_name = [_longest_word([name]) for name in names]
@@ -59,7 +58,7 @@ def _longest_word(texts: Iterable[str]) -> int:
 
 
 def show_facts(facts: Iterable[tuple[str, str]] | Mapping[str, str], heading: str = "", indent: int = 2) -> None:
-    """Print names and, beside them, what is said of each; PASS and FAIL stand out."""
+    """Print names and their descriptions in two columns. PASS and FAIL are coloured."""
     grid = Table.grid(padding=(0, GAP, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")

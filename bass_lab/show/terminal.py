@@ -1,4 +1,4 @@
-"""Generated text on a terminal: one row as it grows, or all rows, coloured by where their tokens came from."""
+"""Print generated text on a terminal: one row as it grows, or all rows coloured by token origin."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": 
 
 
 def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
-    """Generate, printing the first row as it grows, behind its prompt if that is a text; returns the Generation."""
+    """Generate, print the first row (and its text prompt) as the row grows, and return the Generation."""
     text = FinalText(pair.tokenizer, stop_strings(stop, pair.tokenizer))
     before = "" if pair.reads_sources else _before(prompts[0])
     shown = []
 
     def on_step(event) -> None:
         if 0 in event.rows:
-            begins = "" if shown else before  # not before the input has passed all checks
+            begins = "" if shown else before  # printed only after all input checks
             shown.append(text.feed(event.new_tokens[event.rows.index(0)]))
             typer.echo(begins + shown[-1], nl=False)
 
@@ -35,19 +35,19 @@ def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (),
 
 
 def _before(prompt: PromptLike) -> str:
-    """What a row's text continues: nothing where it answers a conversation."""
+    """Return the prompt text that the row continues, or "" for a conversation."""
     return prompt if isinstance(prompt, str) else ""
 
 
 def summary_line(trace: Trace) -> str:
-    """Tokens, steps, tokens per step, α and tokens per second, as far as there are any, in one line."""
+    """Return tokens, steps, tokens per step, α and tokens per second in one line, without missing values."""
     summary = trace.summary()
     seconds = sum(summary[f"{part}_s"] for part in ("prefill", "draft", "verify", "other"))
     rows = f"{summary['rows']} row{'s' * (summary['rows'] != 1)}"
     line = f"{summary['tokens']} tokens for {rows} in {summary['steps']} steps"
     if summary["steps"]:
         line += f"; {summary['tokens_per_step']:.2f} tokens per step and row after the first"
-    if summary["acceptance_rate"] >= 0:  # NaN where nothing was drafted
+    if summary["acceptance_rate"] >= 0:  # NaN without draft tokens
         line += f" (α = {summary['alpha']:.2f})"
     return line + (f"; {summary['tokens'] / seconds:,.0f} tokens/s" if seconds else "")
 
@@ -59,7 +59,7 @@ def print_rows(
     stop: Sequence[str],
     coloured: bool,
 ) -> None:
-    """Every row under a heading, its prompt first if that is a text."""
+    """Print every row under a heading, after its text prompt."""
     samples = len(out.texts) // len(prompts)
     for row, text in enumerate(out.texts):
         ended = out.finish_reasons[row] or "interrupted"
@@ -72,7 +72,6 @@ def print_rows(
 
 
 def _coloured(tokenizer: PreTrainedTokenizerBase, out: Generation, row: int, stop: Sequence[str]) -> str:
-    """A row's text, each token in the colour of its origin."""
     tokens = out.trace.tokens
     tokens = tokens[(tokens.row == row) & (tokens.kind != "rejected")].sort_values("position")
     texts = FinalText(tokenizer, stop_strings(stop, tokenizer)).token_texts(tokens.token, ended=True)

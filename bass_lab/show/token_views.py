@@ -1,6 +1,6 @@
-"""The tokens of a trace, looked at closely: one step with its p and q, a row's text with hover, a whole run's verdicts.
+"""Views of a trace's tokens: one step with p and q, a row's text with hover text, the outcomes of a whole run.
 
-Functions take a trace with tokens; none runs a model. Steps are named by row and `nth`, the row's step from 1.
+Functions take a trace with tokens and run no model. A step is given by row and `nth`, the row's step from 1.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from bass_lab.show import plots
 from bass_lab.show.looks import LOOKS, bars, curve, empty_figure, panels, titled
 
 SYMBOLS = {"accepted": "✓", "rejected": "✗", "not reached": "–", "recovered": "↳", "bonus": "+", "regular": "·"}
-_INKS = {kind: LOOKS[kind].colour for kind in SYMBOLS} | {"not reached": "#767676"}  # of words
+_INKS = {kind: LOOKS[kind].colour for kind in SYMBOLS} | {"not reached": "#767676"}  # text colours
 _CHIP = "border:1px solid;border-radius:4px;padding:0 4px"
 _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
-_FEW = 12  # bars up to which each carries its value as a number
+_FEW = 12  # at most so many bars show their values
 
 
 def outcomes(trace: Trace) -> pd.DataFrame:
-    """`Trace.tokens` by row and decode step, the drafts of a step in their order and then the target's own token.
+    """Return `Trace.tokens` by row and decode step: the draft tokens of a step in order, then the target's own token.
 
-    Adds nth (0: the prefill) and outcome: accepted, rejected, not reached (behind a rejection; never in block
-    verification), recovered, bonus or regular.
+    Added columns: nth (0 is the prefill) and outcome (accepted, rejected, recovered, bonus, regular, or "not reached"
+    for draft tokens after a rejection). Block verification has no "not reached".
     """
     steps = trace.steps[["row", "step"]].assign(nth=trace.steps.kind == "decode")
     steps["nth"] = steps.groupby("row")["nth"].cumsum()
@@ -43,13 +43,13 @@ def outcomes(trace: Trace) -> pd.DataFrame:
 
 
 def step_tokens(trace: Trace, row: int, nth: int) -> pd.DataFrame:
-    """The lines of `outcomes` of one step; none where the row has no such step."""
+    """Return the lines of `outcomes` for one step; empty if the row has no such step."""
     tokens = outcomes(trace)
     return tokens[(tokens.row == row) & (tokens.nth == nth)].reset_index(drop=True)
 
 
 def surest_rejection(trace: Trace) -> tuple[int, int]:
-    """(row, nth) of the step that rejected the token with the largest q - p; (0, 1) if nothing was rejected."""
+    """Return (row, nth) of the step that rejected the token with the largest q - p; (0, 1) without rejections."""
     rejected = outcomes(trace).query("outcome == 'rejected'").dropna(subset=["q"])
     if rejected.empty:
         return 0, 1
@@ -58,22 +58,22 @@ def surest_rejection(trace: Trace) -> tuple[int, int]:
 
 
 def visible(text: str) -> str:
-    """A token's text in which blanks show, cut to 14 characters; ∅ where it is empty."""
+    """Return a text with visible blanks, cut to 14 characters, or ∅ if the text is empty."""
     text = text.translate(_VISIBLE) or "∅"
     return text if len(text) <= 14 else text[:13] + "…"
 
 
 def label(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token's text, visible."""
+    """Return the visible text of a token."""
     return visible(tokenizer.decode([token]))
 
 
 def headline(trace: Trace) -> str:
-    """One sentence: tokens per step, acceptance rate with its k, α and speed of a run."""
+    """Return one sentence with tokens per step, acceptance rate, k, α and speed of a run."""
     summary = trace.summary()
     seconds = sum(summary[f"{part}_s"] for part in ("prefill", "draft", "verify", "other"))
     sentence = (
-        f"{summary['rows']} rows wrote {summary['tokens']:,} tokens in {summary['steps']} passes of the target, "
+        f"{summary['rows']} rows wrote {summary['tokens']:,} tokens in {summary['steps']} target passes, "
         f"{summary['tokens'] / max(seconds, 1e-9):,.0f} tokens/s: "
         f"<b>{summary['tokens_per_step']:.2f} tokens per step</b> and row, "
     )
@@ -92,50 +92,50 @@ def _about(value: float) -> str:
 
 
 def why(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """HTML, a few sentences: why this step kept what it kept, under the rule that verified it."""
+    """Return HTML sentences that explain the outcome of a step under the verification rule of the run."""
     part = step_tokens(trace, row, nth)
     if part.empty:
-        return "The row ended with its first token, which the prefill wrote: it has no step."
+        return "The row ended with its first token. The prefill wrote that token, so the row has no decode step."
     count = part.outcome.value_counts()
     own = part[part.outcome.isin(["recovered", "bonus", "regular"])]
     if own.empty:
-        return "The row ended with an accepted token; what was drafted behind it does not count."
+        return "The row ended with an accepted token. Later draft tokens of the step are dropped."
     own = own.iloc[0]
     written = f"<code>{html.escape(label(own.token, tokenizer))}</code>"
     if own.kind == "regular":
-        return f"Nothing was drafted: {written} is the target's own token, as in regular decoding."
+        return f"Nothing was drafted. As in regular decoding, {written} comes from the target."
     if own.kind == "bonus":
         return (
-            f"All {count['accepted']} drafted tokens were accepted. The pass that checked them has also seen what "
-            f"follows: the target's own token {written} comes free."
+            f"All {count['accepted']} draft tokens were accepted. The target pass that checked them also gave "
+            f"the next token: the bonus token {written}."
         )
     accepted = count.get("accepted", 0)
     x = part[part.outcome == "rejected"].iloc[0]
     drafted = f"<code>{html.escape(label(x.token, tokenizer))}</code>"
-    place = f"Drafted token {accepted + 1}, {drafted}, was rejected: the target gives it p {_about(x.p)}, the draft "
-    place += "proposed it without a probability." if np.isnan(x.q) else f"q {_about(x.q)}."
+    place = f"Draft token {accepted + 1}, {drafted}, was rejected. Its probability is p {_about(x.p)} in the target "
+    place += "(the drafter gave no q)." if np.isnan(x.q) else f"and q {_about(x.q)} in the draft."
     rule = trace.meta.get("verification")
     if rule == "greedy":
-        return f"{place} At temperature 0 only the target's likeliest token counts: {written}, p {_about(own.p)}."
+        return f"{place} At temperature 0 only the target's likeliest token is accepted: {written}, p {_about(own.p)}."
     if rule == "coupled":
         return (
             f"{place} Both models choose with the same noise, and the target chose {written} (p {_about(own.p)}). "
-            "The closer p and q are, the more often the two choose alike."
+            "The closer p and q are, the more often both choose the same token."
         )
     if rule == "block":
         return (
-            f"Block verification judges the drafted tokens together and kept the first {accepted}. What follows, "
-            f"{written}, was drawn from what the target has over the draft there (p {_about(own.p)})."
+            f"Block verification judges the draft tokens together and accepted the first {accepted}. The next token, "
+            f"{written} (p {_about(own.p)}), was drawn from the residual: the excess of the target over the draft."
         )
-    chance = f"kept with probability p/q {_about(x.p / x.q)}" if x.q > 0 else "kept with probability p"
+    chance = f"accepted with probability p/q {_about(x.p / x.q)}" if x.q > 0 else "accepted with probability p"
     return (
-        f"{place} Such a token is {chance}; this time it was not. In its place {written} (p {_about(own.p)}) was drawn "
-        "from what the target has over the draft."
+        f"{place} Such a token is {chance}; this time it was not accepted. The recovered token {written} "
+        f"(p {_about(own.p)}) was drawn from the residual: the excess of p over q."
     )
 
 
 def legend() -> str:
-    """What colours, underlines and symbols mean in `row_html`, `step_html` and `step_figure`."""
+    """Return HTML: the legend of colours, underlines and symbols in `row_html`, `step_html` and `step_figure`."""
     signs = " &nbsp; ".join(f"{SYMBOLS[kind]} {kind}" for kind in plots.UNDERLINES)
     words = [
         f'<span style="color:{_INKS[kind]}">{SYMBOLS[kind]} {kind}</span> {plots.MEANINGS[kind]}'
@@ -145,7 +145,7 @@ def legend() -> str:
 
 
 def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase, prompt: str = "") -> str:
-    """The end of the row's text before a step, and then the step's tokens, marked by what became of them."""
+    """Return HTML: the end of the row's text before a step, and the step's tokens marked by outcome."""
     tokens = outcomes(trace)
     written = tokens[(tokens.row == row) & (tokens.kind != "rejected") & (tokens.nth < nth)]
     before = prompt + tokenizer.decode(written.token.tolist(), skip_special_tokens=True)
@@ -162,7 +162,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
 def row_html(
     trace: Trace, row: int, tokenizer: PreTrainedTokenizerBase, prompt: str = "", nth: int | None = None
 ) -> str:
-    """A row's text, prompt in grey, tokens coloured by origin; hover shows p, q and step. nth: the marked step."""
+    """Return HTML of a row's text: grey prompt, tokens coloured by origin. Hover shows p, q, step. nth: marked step."""
     tokens = outcomes(trace)
     mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
     about = {"titles": [_hover(line) for line in mine.itertuples()], "marked": (mine.nth == nth).tolist()}
@@ -170,19 +170,18 @@ def row_html(
 
 
 def _hover(line) -> str:
-    """Plain text for the mouse: what became of a token, p, q, step."""
     q = "" if np.isnan(line.q) else f", q = {line.q:.3f}"
     return f"{line.outcome} · p = {line.p:.3f}{q} · " + (f"step {line.nth}" if line.nth else "prefill")
 
 
 def marked_cell(row: int, nth: int) -> dict:
-    """A frame around one cell of the raster, as a shape of plotly's layout."""
+    """Return a frame around one cell of the raster, as a plotly shape."""
     edges = {"x0": nth - 0.5, "x1": nth + 0.5, "y0": row - 0.5, "y1": row + 0.5}
     return {"type": "rect", "line": {"color": LOOKS["recovered"].colour, "width": 3}, **edges}
 
 
 def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) -> go.Figure:
-    """p and q of a step's tokens side by side: the drafted ones in order, last the target's own."""
+    """Return p and q of a step's tokens side by side: draft tokens in order, then the target's own token."""
     part = step_tokens(trace, row, nth)
     at = " (at temperature 1)" if trace.meta.get("verification") == "greedy" else ""
     title = titled(f"Row {row}, step {nth}: p and q of its tokens{at}", trace)
@@ -216,8 +215,8 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
 
 
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
-    """One panel per policy: each step's draft length as a line, accepted tokens as discs."""
-    title = titled("What each policy drafted, and what was accepted of it", *traces.values())
+    """Return one panel per policy: draft length of each step as a line, accepted tokens as discs."""
+    title = titled("Draft length and accepted tokens of each policy", *traces.values())
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.09}
     figure = panels(len(traces), 1, list(traces), title, 160 + 210 * len(traces), **stacked)
     for panel, trace in enumerate(traces.values(), start=1):
@@ -230,6 +229,6 @@ def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
         hover = "step %{x}: %{customdata} rows accepted %{y}<extra></extra>"
         discs.update(showlegend=panel == 1, customdata=rows.rows, hovertemplate=hover)
         figure.add_traces([line, discs.update(marker={"size": 5 * np.sqrt(rows.rows), "opacity": 0.7})], panel, 1)
-        edge = trace.steps.k.max() + 0.8  # and from below 0, so that no disc is cut
+        edge = trace.steps.k.max() + 0.8  # the range starts below 0, so that discs at 0 are whole
         figure.update_yaxes(title="tokens", range=[-0.8, edge], row=panel, col=1)
     return figure.update_xaxes(title="step of the batch", row=len(traces), col=1)

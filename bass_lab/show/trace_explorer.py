@@ -1,4 +1,4 @@
-"""One trace to look around in: its raster, and one step of one row under the magnifier."""
+"""Interactive view of one trace: the raster, and the tokens of one step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HALF = {"flex": "1 1 420px", "min_width": "0"}
 
 
 class TraceExplorer:
-    """Raster of a trace with tokens, a row and a step to choose, that step's tokens, the row's text.
+    """Raster of a trace with tokens, controls for row and step, the tokens of the chosen step, and the row's text.
 
-    controls: "row", "step" and "play"; a click on a cell of `raster` sets the first two. `raster` and `bars` are
-    FigureWidgets, `headline`, `reason` and `text` HTML; `widget` holds all of them.
+    controls: "row", "step" and "play". A click on a cell of `raster` sets row and step. `raster` and `bars` are
+    FigureWidgets; `headline`, `reason` and `text` are HTML; `widget` contains everything.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        self.trace: Trace | None = None  # nothing is drawn before `show`
+        self.trace: Trace | None = None  # None until `show`
         self.prompts: list[str] = []
         self.headline, self.reason, self.text = HTML(), HTML(), HTML()
         self.raster, self.bars = live_figure(), live_figure()
@@ -42,9 +42,9 @@ class TraceExplorer:
         return stacked(self.headline, self.raster, choice, below, key)
 
     def show(self, trace: Trace, prompts: Sequence[str] = ()) -> None:
-        """Draw another trace; row and step stay if it has them. prompts: one text per row, or none. Raises ValueError
-        without tokens."""
-        _ = trace.tokens  # raises, before anything changes
+        """Draw another trace, with the same row and step if possible. prompts: one text per row, or empty. Raises
+        ValueError if the trace has no tokens."""
+        _ = trace.tokens  # raises ValueError before anything changes
         self._drawn = plots.acceptance_raster(trace).update_layout(dragmode=False)
         self.headline.value = token_views.headline(trace)
         self.trace, self.prompts = trace, list(prompts)
@@ -52,12 +52,12 @@ class TraceExplorer:
         self.raster.data[0].on_click(self._clicked)
 
     def choose(self, row: int, nth: int) -> None:
-        """Look at a row's step, or at the nearest that there is."""
+        """Show a row's step, or the nearest existing step."""
         steps = self.trace.steps.query("kind == 'decode'").groupby("row").size()
         last_row = int(self.trace.steps.row.max())
         row = min(row, last_row)
         last = int(steps.get(row, 1))
-        self._moving = True  # two controls move, one picture is drawn
+        self._moving = True  # two controls change, but the figure is drawn once
         self.controls["row"].max = last_row
         self.controls["row"].value = row
         self.controls["step"].max = self.controls["play"].max = last
@@ -80,19 +80,18 @@ class TraceExplorer:
         self.reason.value, self.text.value = self._words()
 
     def _words(self) -> tuple[str, str]:
-        """What happened in the step, and the row's text, as HTML."""
         row, nth = self.controls["row"].value, self.controls["step"].value
         prompt = self.prompts[row] if self.prompts else ""
         tokens = token_views.step_html(self.trace, row, nth, self.tokenizer, prompt)
         because = token_views.why(self.trace, row, nth, self.tokenizer)
         reason = f'<div style="line-height:1.5">{tokens}{because}</div>'
         text = token_views.row_html(self.trace, row, self.tokenizer, prompt, nth)
-        return reason, f'<b>Row {row}, the tokens of step {nth} marked</b><div style="line-height:1.5">{text}</div>'
+        return reason, f'<b>Row {row}, tokens of step {nth} marked</b><div style="line-height:1.5">{text}</div>'
 
     def static(self) -> tuple:
-        """What is seen now without widgets: the headline, the raster, the step's tokens, and words and text."""
+        """Return the current view without widgets: headline, raster, the step's tokens, and texts."""
         if self.trace is None:
-            raise ValueError("nothing was decoded yet: press Run, or call run()")
+            raise ValueError("nothing was decoded yet; press Run or call run()")
         return live_figures.static(self.headline, self.raster, self.bars, "<br>".join(self._words()))
 
     def _repr_mimebundle_(self, **options):

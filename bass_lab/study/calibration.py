@@ -1,8 +1,8 @@
-"""Measuring a `CostModel` on the current machine.
+"""Measure a `CostModel` on the current machine.
 
-Passes are `Runner.feed` and `feed_last` over a full ragged cache. Overhead comes from real steps, less their passes.
-Where steps are replayed as CUDA graphs, real steps are timed by their phases. All grid points take turns, so that a
-slow moment meets every one of them, and are estimated together (`mixed_model`).
+Passes are `Runner.feed` and `feed_last` over a full ragged cache. Overhead is the time of real steps minus their
+passes. If steps are replayed as CUDA graphs, the phases of real steps are timed instead. Grid points are interleaved,
+so that a slow moment affects all points, and are estimated together (`mixed_model`).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from bass_lab.study.mixed_model import Sample
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
 from bass_lab.texts.prompt_sets import prompt_set
 
-KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
-DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
-PROMPT = 16  # tokens of the rows whose steps are timed
-SOURCE = 64  # tokens that rows of an encoder-decoder model read
-REPLAYS = 3  # timed steps of each draft length, where steps are recorded
-RECORDING = 2  # steps before them: the first is launched, the second recorded
-QUIET = 0.25  # spread of the samples
-OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
-LOOKED_AT, WRITTEN, ASKED = 4, 32, 4  # prompts of each set, tokens of each row, drafts per step: what is accepted
+KV_LENGTHS = (64, 256, 768, 2048)  # lengths beyond the context are left out
+DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # grid of draft phases and overheads
+PROMPT = 16  # prompt tokens of the rows in timed steps
+SOURCE = 64  # source tokens of rows of an encoder-decoder model
+REPLAYS = 3  # timed steps of each draft length, if steps are captured
+RECORDING = 2  # untimed steps before: the first runs eagerly, the second is captured
+QUIET = 0.25  # largest spread of samples on an idle machine
+OFTEN = 4  # visits of a draft phase or a step per visit of an equally long target pass, because there are fewer
+LOOKED_AT, WRITTEN, ASKED = 4, 32, 4  # `_acceptance`: prompts per set, tokens per row, draft length
 
-Taken = tuple[str, tuple[int, ...], float]  # table, its point, seconds
+Taken = tuple[str, tuple[int, ...], float]  # table, point of its grid, seconds
 
 
 class Turn(NamedTuple):
-    """take: times some points. often: how many visits it gets for each one of others that take as long."""
+    """take: measures some points. often: relative number of visits among turns of equal duration."""
 
     take: Callable[[], Iterator[Taken]]
     often: int = 1
@@ -73,14 +73,14 @@ def calibrate(
     seconds: float = 42.0,
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> CostModel:
-    """Time the passes of both models and the rest of a step on a grid.
+    """Return a cost model from times of both models' passes and of the rest of a step, measured on a grid.
 
-    batches, query_lengths, kv_lengths (positions cached before; None: `KV_LENGTHS` within the context): increasing.
-    Caches hold max(batches) rows of max(kv_lengths) positions. seconds: until no point is measured any more; each is at
-    least once.
+    batches, query_lengths, kv_lengths (cached positions; None: `KV_LENGTHS` within the context): increasing integers.
+    Caches hold max(batches) rows of max(kv_lengths) positions. seconds: time limit. Each point is measured at least
+    once.
 
-    `measured` has samples per point, their spread (interquartile range by the median; above `QUIET` the machine was
-    busy) and `acceptance` (`_acceptance`). Raises ValueError for a grid that is beyond the context or not increasing.
+    `measured` contains samples per point, their spread (interquartile range / median; above `QUIET` the machine was
+    busy) and `acceptance` (`_acceptance`). Raises ValueError if the grid exceeds the context or does not increase.
     """
     end = time.perf_counter() + seconds
     accepted = _acceptance(pair)
@@ -116,8 +116,8 @@ def calibrate(
 
 
 def _acceptance(pair: ModelPair) -> list[int] | None:
-    """Return drafts accepted, and steps that ended with one refused or not drafted, greedily on prompts of both sets.
-    None for a pair that reads no text or has no room for these."""
+    """Return the accepted draft tokens of greedy runs on both prompt sets, and the row-steps that accepted fewer than
+    planned. Return None if the pair has no tokenizer or the prompts do not fit."""
     if pair.tokenizer is None:
         return None
     prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
@@ -137,15 +137,13 @@ def _axes(
     kv_lengths: Sequence[int] | None,
     recorded: bool,
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
+    """Return the grid of each table by name. Raises ValueError if a grid exceeds the context or does not increase."""
     batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
     most, context = max(query_lengths), context_of(pair)
     room = context - (_growth(_recorded_lengths(query_lengths)) if recorded else max(most, 2))
     kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
     if max(kv_lengths) > room:
-        raise ValueError(
-            f"kv_lengths up to {max(kv_lengths)} and {most} new tokens are beyond the context of {context}"
-        )
+        raise ValueError(f"kv_lengths up to {max(kv_lengths)} plus {most} new tokens exceed the context of {context}")
     axes = {"target_passes": dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))}
     lengths = _draft_lengths(query_lengths)
     if isinstance(pair.draft, PreTrainedModel):
@@ -154,12 +152,11 @@ def _axes(
 
 
 def _draft_lengths(query_lengths: Sequence[int]) -> tuple[int, ...]:
-    """Of draft phases and overheads: those that some target pass verifies."""
+    """Return the draft lengths of draft phases and overheads that some target pass verifies."""
     return tuple(k for k in DRAFT_LENGTHS if k < max(*query_lengths, 2))
 
 
 def _recorded_lengths(query_lengths: Sequence[int]) -> list[int]:
-    """The draft lengths that `_recorded_steps` goes through."""
     return sorted({n - 1 for n in query_lengths} | set(_draft_lengths(query_lengths)))
 
 
@@ -171,7 +168,7 @@ def _increasing(name: str, points: Sequence[int]) -> tuple[int, ...]:
 
 
 def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
-    """Name, fingerprint and attention path of both models, as a `CostModel` has them."""
+    """Return name, fingerprint and attention path of both models in the format of `CostModel`."""
     marks = fingerprints(pair)
     return {
         role: {
@@ -186,7 +183,7 @@ def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
 def _turns(
     pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, recorded: bool
 ) -> tuple[list[Turn], list[Turn]]:
-    """What is timed: what warms up when it runs once, and what needs not. The caches live until `stack` closes."""
+    """Return the turns that run once as warm-up, and the turns without warm-up. Caches live until `stack` closes."""
     batches, query_lengths, kv_lengths = axes["target_passes"].values()
     draft_lengths = axes["overheads"]["draft_length"]
     if recorded:
@@ -205,8 +202,8 @@ def _turns(
 
 
 def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
-    """Return a runner prepared for these points; None for what is no model. Its cache is written: unwritten pages are
-    faster."""
+    """Return a runner prepared for these points, or None if `model` is not a transformers model. The cache is filled,
+    because unwritten memory pages are faster."""
     if not isinstance(model, PreTrainedModel):
         return None
     capacity = max(axes["kv_length"]) + max(*axes["query_length"], 2)
@@ -215,21 +212,20 @@ def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
     rows = max(axes["batch"])
     if model.config.is_encoder_decoder:
         runner.read([made_up(model, SOURCE)] * rows, range(rows))
-    runner.feed_last(torch.ones(rows, 1, dtype=torch.int64, device=model.device), [1] * rows, 1)  # allocates
+    runner.feed_last(torch.ones(rows, 1, dtype=torch.int64, device=model.device), [1] * rows, 1)  # allocates the cache
     for buffer in runner.cache.buffers():
         buffer.normal_()
     return runner
 
 
 def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Taken]:
-    """One pass of a point of the grid."""
     yield "target_passes", point, _feed(watch, target, *point)
 
 
 def _draft_phase(
     watch: Stopwatch, target: Runner, draft: Runner, batch: int, draft_lengths: Sequence[int], kv_length: int
 ) -> Iterator[Taken]:
-    """The longest draft phase, and the shorter ones that it begins with; after a target pass, as in a step."""
+    """Time a target pass, then the longest draft phase. Its prefixes give the shorter draft phases."""
     yield "target_passes", (batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
     spent = 0.0
     for k in range(1, max(draft_lengths) + 1):
@@ -244,8 +240,8 @@ def _draft_phase(
 def _feed(
     watch: Stopwatch, runner: Runner, batch: int, query_length: int, kv_length: int, last_only: bool = False
 ) -> float:
-    """Return the seconds of a pass over `query_length` tokens of rows with `kv_length` cached positions, every other
-    row one less, so that attention needs a mask."""
+    """Return the seconds of a pass over `query_length` tokens of rows with `kv_length` cached positions. Every other
+    row has one position less, so that attention needs a mask."""
     device, starts = runner.model.device, [max(kv_length - row % 2, 0) for row in range(batch)]
     watch.start()
     if last_only:
@@ -259,8 +255,8 @@ def _feed(
 
 
 class _InTurn(Goodput):
-    """Draft lengths one after the other. The default policy chooses before each except 0, since choosing is part of a
-    step."""
+    """Policy of the given draft lengths in order. The default policy plans before each length except 0, because
+    planning is part of a step."""
 
     def __init__(self, lengths: Sequence[int]):
         super().__init__(modelled_h100())
@@ -278,7 +274,7 @@ class _InTurn(Goodput):
 
 
 def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int]) -> Iterator[Taken]:
-    """A step of each draft length over a new batch: its time less that of all passes in it."""
+    """Time a step of each draft length over a new batch, without the passes of the step."""
     limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
     with _started(pair, prompts_of(batch, PROMPT), limit, draft_length=_InTurn(draft_lengths)) as session:
         for k in draft_lengths:
@@ -289,11 +285,11 @@ def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequenc
 
 
 def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int]) -> Iterator[Taken]:
-    """Steps of each draft length over rows of about `kv_length` cached positions, by their phases. No draft is kept."""
+    """Time the phases of captured steps at about `kv_length` cached positions. No draft token is accepted."""
     turns, walls = _recorded_turns(lengths), []
     prompts = prompts_of(batch, max(kv_length + 1 - len(turns) // 2, 2))
     options = {"draft_length": _InTurn([k for k, _ in turns]), "acceptance": SyntheticAcceptance.named("synthetic:0")}
-    has_table = isinstance(pair.draft, PreTrainedModel)  # else drafting is part of the overhead
+    has_table = isinstance(pair.draft, PreTrainedModel)  # otherwise drafting is part of the overhead
     with _started(pair, prompts, _growth(lengths), **options) as session:
         for _ in turns:
             started = time.perf_counter()
@@ -307,12 +303,12 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
             if k and has_table:
                 yield "draft_phases", (batch, k, kv_length), drafting
             rest = wall - verifying - drafting * has_table
-            yield "overheads", (batch, k), max(rest, 0.0)  # launched ahead, passes begin before it
+            yield "overheads", (batch, k), max(rest, 0.0)  # a pass of a step launched ahead may begin earlier
 
 
 @contextmanager
 def _started(pair: ModelPair, prompts: Sequence[torch.Tensor], new: int, **options: object) -> Iterator[Session]:
-    """A session that has read these prompts."""
+    """Yield a session after the prefill of these prompts."""
     with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
         for prompt in prompts:
             session.submit(prompt, max_new_tokens=new)
@@ -321,27 +317,26 @@ def _started(pair: ModelPair, prompts: Sequence[torch.Tensor], new: int, **optio
 
 
 def prompts_of(batch: int, length: int) -> list[torch.Tensor]:
-    """Different ids for every row, of some length."""
+    """Return prompts of about `length` ids that differ between rows."""
     return [torch.arange(length + row % 2) % (2 + row) for row in range(batch)]
 
 
 def _growth(lengths: Sequence[int]) -> int:
-    """Tokens that rows of `_recorded_steps` may emit: the first, one per step, and room for the longest draft."""
+    """Return the token limit of rows in `_recorded_steps`: the first, one per step, and the longest draft."""
     return len(_recorded_turns(lengths)) + max(lengths) + 2
 
 
 def _recorded_turns(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the draft length of each step, and which of that length it is. One more for 0, whose steps launch the
-    next."""
+    """Return (draft length, index of the step among steps of this length) of each step. Length 0 has an additional
+    step, because its steps launch the next step."""
     return [(k, turn) for k in lengths for turn in range(RECORDING + REPLAYS + (k == 0))]
 
 
 def _take_turns(turns: Sequence[Turn], end: float, tell: Callable[[float], None] = lambda now: None) -> list[Sample]:
-    """Return the turns' samples, each at least once, more until `end` (of perf_counter). tell: gets the time before
-    each.
+    """Return the turns' samples. Each turn runs at least once, and turns repeat until `end` (of perf_counter).
 
-    Next is the turn with the fewest visits times the square root of its duration, by how often it is to come, which
-    makes the sum of squared relative errors least for a given time.
+    Next is the turn with the smallest product of visits and square root of its duration, divided by `often`. This order
+    minimizes the sum of squared relative errors for a given time. tell: receives the time before each turn.
     """
     samples: list[Sample] = []
     queue = [(0.0, index) for index in range(len(turns))]

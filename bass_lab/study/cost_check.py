@@ -1,4 +1,4 @@
-"""A measured `CostModel` as a table, and against real decodes."""
+"""Summarize a measured `CostModel` in a table, and compare predicted times with real runs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
 
 class _Unpredicted(FixedLength):
-    """A fixed length whose drafting steps are not launched ahead, as where a policy chooses for each step."""
+    """Fixed draft length whose steps are not launched ahead, as under a policy that plans each step."""
 
     def predict_next(self) -> int | None:
         return 0 if self.k == 0 else None
 
 
 def summary(cost: CostModel) -> pd.DataFrame:
-    """Return per batch size, at `SHOWN_KV` positions: ms of a target pass, its growth to six tokens, ms of a draft pass
-    and of the overhead at k = 5, and the best draft length for each α of `SHOWN_ALPHAS`."""
+    """Return one line per batch size at `SHOWN_KV` positions: ms of a target pass, growth to six tokens, ms of a draft
+    pass and of the overhead at k = 5, and the best draft length for each α of `SHOWN_ALPHAS`."""
     lines = []
     for batch in cost.target_passes.axes["batch"]:
         one, six = cost.target(batch, np.array([1, 6]), SHOWN_KV)
@@ -54,12 +54,12 @@ def check(
     max_new_tokens: int = 96,
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> pd.DataFrame:
-    """Return predicted and real decode time of greedy runs on the mini prompt set (ids without a tokenizer), taking
-    turns.
+    """Return predicted and real decode times of interleaved greedy runs on the mini prompt set (ids without a
+    tokenizer).
 
-    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after two that warm up;
-    relative: the ratio by the median of all. Decode time: from the end of prefill to the last token, past EOS. Raises
-    ValueError for costs of another pair.
+    Columns: batch, k; predicted_ms, real_ms, ratio (predicted ÷ real), medians over the repeats after two warm-up runs;
+    relative, the ratio divided by the median ratio. Decode time: end of prefill to last token, past EOS. Raises
+    ValueError if the costs belong to another pair.
     """
     check_costs(cost, pair)
     runs, ways = [], {}

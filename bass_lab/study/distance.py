@@ -1,4 +1,4 @@
-"""How far one target is from another, such as a quantized one from the original: in law, greedy text, programs."""
+"""Distance between two target models, such as a quantized model and its original: distributions, texts, programs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bass_lab.study.written import Written
 class Distance(NamedTuple):
     """summary: value, low and high of each measure (95%, percentile bootstrap over prompts):
 
-    * tv: total variation of the two laws of the next token, mean over positions, 0 … 1;
+    * tv: total variation of the two next-token distributions, 0 … 1, mean over positions;
     * kl: Kullback–Leibler divergence of the second from the first, in nats, mean over positions;
-    * other argmax: share of positions at which the two models' likeliest tokens differ;
+    * other argmax: share of positions with different likeliest tokens;
     * greedy texts that differ: share of prompts;
-    * pass@1, first / second / difference: where there are problems; the difference is paired (second minus first).
+    * pass@1, first / second / difference: only with problems; the difference is paired (second minus first).
 
-    positions: a line per position with prompt, position, tv, kl and same_argmax. first_difference: per prompt, the
-    index of the first token at which the greedy texts differ; NaN where they are the same.
+    positions: one line per position with prompt, position, tv, kl and same_argmax. first_difference: index of the first
+    differing token of the greedy texts, per prompt; NaN for equal texts.
     """
 
     summary: pd.DataFrame
@@ -48,21 +48,21 @@ def distance(
     samples: int = 4,
     seed: int = 0,
 ) -> Distance:
-    """How far the second pair's target is from the first's on texts that the first writes. Drafts play no part.
+    """Return the distance of the second pair's target from the first pair's target on texts by the first target.
 
-    temperature: of the texts and of both laws. problems: None, or those whose programs run in the sandbox (`samples` of
-    each from either target, at temperature 0.2, the same random numbers for both).
+    Draft models are not used. temperature: of the texts and of both distributions. problems: the sandbox runs `samples`
+    programs of each target per problem, at temperature 0.2, with the same random numbers for both.
 
-    Raises ValueError for targets that read sources or have other vocabularies, no prompts, and temperature 0, at which
-    laws are single tokens; what `generate` and, with problems, `bass_lab.evaluation.compare` raise.
+    Raises ValueError for encoder-decoder targets, different vocabularies, no prompts, or temperature 0. Also raises the
+    errors of `generate` and, with problems, of `bass_lab.evaluation.compare`.
     """
     for pair in (first, second):
         require_decoder(pair)
     sizes = [pair.target.config.get_text_config().vocab_size for pair in (first, second)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"the targets have {sizes[0]} and {sizes[1]} ids; laws over the same tokens can be compared")
+        raise ValueError(f"the targets have {sizes[0]} and {sizes[1]} ids; use targets with the same vocabulary")
     if not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}: greedy texts are compared in any case")
+        raise ValueError(f"temperature must be > 0, got {temperature}; greedy texts are always compared")
     ids = token_ids(first, prompts)
     if not ids:
         raise ValueError("prompts are empty; give at least one")
@@ -83,7 +83,7 @@ def distance(
 
 
 def _distances(p: Tensor, q: Tensor) -> pd.DataFrame:
-    """A line per token of a text, of the two laws [T, V] before it."""
+    """Return one line per token from the two next-token distributions p, q [T, V]."""
     found = {
         "position": range(len(p)),
         "tv": (p - q).abs().sum(-1) / 2,
@@ -94,7 +94,7 @@ def _distances(p: Tensor, q: Tensor) -> pd.DataFrame:
 
 
 def _first_difference(one: Tensor, other: Tensor) -> float:
-    """The index of the first token in which two texts differ; an end is one, too. NaN where they are the same."""
+    """Return the index of the first token at which two texts differ or one text ends; NaN for equal texts."""
     both = min(len(one), len(other))
     apart = (one[:both] != other[:both]).nonzero()
     if len(apart):
@@ -103,7 +103,7 @@ def _first_difference(one: Tensor, other: Tensor) -> float:
 
 
 def _means(sums: pd.DataFrame, counts: pd.Series | int) -> pd.DataFrame:
-    """Means per count of what was summed by prompt [P, M], and their intervals over prompts."""
+    """Return means and intervals over prompts. sums: [P, M] per prompt; counts: terms per prompt."""
     values, prompts = sums.to_numpy(float), len(sums)
     counts = np.broadcast_to(np.asarray(counts, float), prompts)
     times = drawn(prompts)

@@ -1,11 +1,11 @@
-"""Times of the points of a grid from few and noisy samples: a linear mixed model of their logarithms.
+"""Estimate the times of grid points from few, noisy samples, with a linear mixed model of log seconds.
 
     log seconds = trend + stairs + drift + noise
 
-trend: of each table, quadratic in the logarithms of its axes. stairs: for each subset of the axes, steps that begin
-somewhere and hold from there on, as where a device rounds shapes up. drift: the machine's speed in that span of time.
-Stairs and drift are normal around 0, noise is Student's t. Their sizes come from the samples, by expectation
-maximization (Laird and Ware 1982): a point that noise hides borrows from its neighbours.
+trend: quadratic in the logarithms of a table's axes. stairs: step functions on each subset of the axes, for devices
+that round shapes up. drift: speed of the machine in a time span. Stairs and drift are normal around 0, noise is
+Student's t. Expectation maximization estimates all variances (Laird and Ware 1982), so noisy points borrow from their
+neighbours.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-SPAN = 0.4  # seconds within which a machine is equally fast
-SPANS = 150  # of them at most
-FREEDOM = 5.0  # degrees of Student's t
-ROUNDS = 20  # of expectation maximization
-STAIR, NOISE = 0.05, 0.1  # standard deviations to begin with
-FLAT = 1e-4  # precision of the trend's coefficients: nothing is known of them
-LEAST = 1e-7  # seconds that a sample counts as at least, and variances
+SPAN = 0.4  # seconds of constant machine speed
+SPANS = 150  # largest number of spans
+FREEDOM = 5.0  # degrees of freedom of Student's t
+ROUNDS = 20  # rounds of expectation maximization
+STAIR, NOISE = 0.05, 0.1  # initial standard deviations
+FLAT = 1e-4  # precision of the trend's coefficients: a flat prior
+LEAST = 1e-7  # lower limit of samples (seconds) and of variances
 
 
 class Sample(NamedTuple):
-    """table: which grid; point: its coordinates, >= 0; when, seconds: when it was taken, and what it took,
-    both in seconds."""
+    """table: name of the grid; point: coordinates >= 0; when: clock time in seconds; seconds: measured duration."""
 
     table: str
     point: tuple[float, ...]
@@ -36,7 +35,7 @@ class Sample(NamedTuple):
 
 
 def times(samples: Sequence[Sample]) -> dict[tuple[str, tuple[float, ...]], float]:
-    """Seconds of each point that has samples, by table and point."""
+    """Return the estimated seconds of each sampled point, by table and point."""
     points, where = _index([(sample.table, sample.point) for sample in samples])
     when = np.array([sample.when for sample in samples])
     span = max(SPAN, float(np.ptp(when)) / SPANS)
@@ -48,19 +47,19 @@ def times(samples: Sequence[Sample]) -> dict[tuple[str, tuple[float, ...]], floa
 
 
 def _index(items: Sequence[Hashable]) -> tuple[list, np.ndarray]:
-    """The different items in order, and for each one its place among them."""
+    """Return the distinct items in order, and the index of each item in this list."""
     different = sorted(set(items))
     places = {item: place for place, item in enumerate(different)}
     return different, np.array([places[item] for item in items])
 
 
 def _design(points: Sequence[tuple[str, tuple[float, ...]]]) -> tuple[np.ndarray, np.ndarray]:
-    """What adds up to a point's logarithm: [points, terms], and the kind of each term, -1 for the trend's."""
+    """Return the design matrix [points, terms], and the kind of each term (-1 for trend terms)."""
     columns, kinds, kind = [], [], 0
     for table in sorted({table for table, _ in points}):
         rows = [row for row, point in enumerate(points) if point[0] == table]
         grid = np.array([points[row][1] for row in rows], dtype=float)
-        trend = _trend(np.log(np.maximum(grid, 0.5)))  # half a draft stands for none
+        trend = _trend(np.log(np.maximum(grid, 0.5)))  # log 0.5 for draft length 0
         terms, own = [trend], [-1] * trend.shape[1]
         for size in range(1, grid.shape[1] + 1):
             for axes in combinations(range(grid.shape[1]), size):
@@ -76,7 +75,7 @@ def _design(points: Sequence[tuple[str, tuple[float, ...]]]) -> tuple[np.ndarray
 
 
 def _trend(logs: np.ndarray) -> np.ndarray:
-    """[points, terms]: 1, each axis, and products of two as far as the axes have points for them."""
+    """Return the trend terms [points, terms]: 1, each axis, and products of two axes if the points allow."""
     wide = [axis - axis.mean() for axis in logs.T if np.ptp(axis) > 0]
     wide = [axis / np.ptp(axis) for axis in wide]
     curved = [axis * axis for axis in wide if len(np.unique(axis)) > 2]
@@ -87,8 +86,8 @@ def _trend(logs: np.ndarray) -> np.ndarray:
 def _fit(
     terms: np.ndarray, kinds: np.ndarray, table: np.ndarray, where: np.ndarray, moment: np.ndarray, logs: np.ndarray
 ) -> np.ndarray:
-    """Return the logarithm of each point. table: of each point; where, moment, logs: point, time and logarithm of each
-    sample. Samples enter by their weight in each cell of points and moments."""
+    """Return log seconds of each point. table: of each point; where, moment, logs: point, time span and log seconds of
+    each sample. Sums over cells (point, time span) replace single samples."""
     count, moments = terms.shape[1], int(moment.max()) + 1
     shape = len(terms), moments
     cells = np.ravel_multi_index((where, moment), shape)

@@ -1,7 +1,7 @@
-"""Draft-length policies that others published: transformers' schedule, AdaEDL and SVIP.
+"""Published draft-length policies: transformers' schedule, AdaEDL and SVIP.
 
-None knows what a step costs. `AdaEDL` and `SVIP` go by the draft's distributions at temperature 1, so at low
-temperatures they stop too early.
+None of the three uses step costs. `AdaEDL` and `SVIP` use the draft's distributions at temperature 1. At low
+temperatures, both stop too early.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from bass_core.policies.protocol import DraftLengthPolicy, RowsView, Signals
 
 @dataclass
 class HuggingFaceHeuristic(DraftLengthPolicy):
-    """transformers' heuristic schedule: + 2 when every live row accepted everything it submitted, else - 1."""
+    """transformers' heuristic schedule: k + 2 if every live row accepted all submitted draft tokens, else k - 1."""
 
     initial: int = 5
 
     def __post_init__(self):
         if self.initial < 1:
-            raise ValueError(f"needs initial >= 1, got {self}")
+            raise ValueError(f"initial must be >= 1, got {self}")
         self.length = self.initial
 
     def start(self, rows: RowsView) -> None:
@@ -39,16 +39,16 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
 
 @dataclass
 class AdaEDL(DraftLengthPolicy):
-    """Stops a row before x_j where 1 - sqrt(0.2 H(q_j)) < λ, which moves so that a share `wanted` is accepted. (Agrawal
-    et al. 2024, arXiv 2410.18351; λ as in Zhang et al. 2023, arXiv 2309.08168.)"""
+    """Stop a row before x_j if 1 - sqrt(0.2 H(q_j)) < λ. λ adapts towards the acceptance rate `wanted`. (Agrawal et al.
+    2024, arXiv 2410.18351; λ as in Zhang et al. 2023, arXiv 2309.08168.)"""
 
     limit: int = 16
     wanted: float = 0.9
-    threshold: float = 0.6  # λ at first
+    threshold: float = 0.6  # initial λ
 
     def __post_init__(self):
         if self.limit < 1 or not 0 < self.wanted < 1:
-            raise ValueError(f"needs limit >= 1 and 0 < wanted < 1, got {self}")
+            raise ValueError(f"limit must be >= 1 and wanted between 0 and 1 (exclusive), got {self}")
         self._reset()
 
     def _reset(self) -> None:
@@ -74,7 +74,7 @@ class AdaEDL(DraftLengthPolicy):
 
 @dataclass
 class SVIP(DraftLengthPolicy):
-    """Stops a row before x_j where the draft is unsure: sqrt(0.15 H(q_j)) > `bound`. (Zhang et al. 2024, arXiv
+    """Stop a row before x_j if the draft model is unsure: sqrt(0.15 H(q_j)) > `bound`. (Zhang et al. 2024, arXiv
     2411.18462.)"""
 
     limit: int = 16
@@ -82,7 +82,7 @@ class SVIP(DraftLengthPolicy):
 
     def __post_init__(self):
         if self.limit < 1 or not self.bound > 0:
-            raise ValueError(f"needs limit >= 1 and bound > 0, got {self}")
+            raise ValueError(f"limit must be >= 1 and bound > 0, got {self}")
 
     def plan(self, rows: RowsView) -> int:
         return self.limit

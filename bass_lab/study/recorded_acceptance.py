@@ -1,26 +1,26 @@
-"""What a draft model would have had accepted, text position by text position: recorded once, replayed under any policy.
+"""Acceptance recorded at each position of a text, for replays under any draft-length policy.
 
-Token verification at one position: the draft proposes x ~ q; it is kept with probability min(1, p(x)/q(x)), or else
-replaced by a draw from norm(max(0, p - q)). So the token y is emitted by acceptance with probability
-q(y) · min(1, p(y)/q(y)) = min(p(y), q(y)), and emitted at all with probability p(y). Hence, for the token that stands
-in the text,
+Token verification at one position: the draft model proposes x ~ q. The token x is accepted with probability
+min(1, p(x)/q(x)), or else replaced by a draw from norm(max(0, p - q)). So a token y is emitted by acceptance with
+probability q(y) · min(1, p(y)/q(y)) = min(p(y), q(y)), and is emitted at all with probability p(y). Hence, for the
+token y in the text,
 
     P(accepted | y emitted) = min(p(y), q(y)) / p(y) = min(1, q(y)/p(y)),
 
-and given y nothing about acceptance depends on what follows, nor on the decisions at other positions, which have random
-numbers of their own. (Where nothing was drafted y ~ p as well: the text's law is the target's whatever was drafted.) So
-the joint law of text and accepted counts can be drawn in this order: a text from the target alone, a coin per position
-with the probability above, and then any draft lengths that depend on the past: a step that drafts k tokens from
-position t on accepts as many as there are heads in a row, at most k. One teacher-forced pass of each model over texts
-of the target's says all that is needed, before any policy is known. (The mean of the coin over y is the sum of
-min(p, q): Leviathan et al. 2023, theorem 3.5.)
+and given y, acceptance depends neither on later tokens nor on other positions, because each position has its own
+random numbers. (Without a draft token, y ~ p as well: the text always has the target's distribution.) So text and
+accepted lengths can be drawn in this order: a text from the target alone, a coin per position with the probability
+above, and then any draft lengths that depend on the past. A step with draft length k at position t accepts the
+following run of heads, at most k tokens. One teacher-forced pass of each model over the target's texts gives all
+probabilities, before a policy is chosen. (The mean of the coin over y is the sum of min(p, q): Leviathan et al. 2023,
+theorem 3.5.)
 
 Temperature 0 is the special case of one-hot p and q: the coin is certain.
 
-Policies that look at the draft's distributions need one thing more. After a rejected draft the draft model goes on from
-a token that is not in the text. Given a rejection, that token has the law norm(max(0, q - p)), independent of y: one
-such token per position, and what the draft model would draft after it, are recorded as a *rollout*. Policies that
-choose among drafts by the drafted tokens' own probabilities find these beside the distributions' maxima.
+Policies that read the draft's distributions need more data. After a rejection, the draft model continues from a token
+outside the text. Given the rejection, this token has the distribution norm(max(0, q - p)), independent of y. The trace
+contains one such token per position, and the draft model's continuation, as a *rollout*. For policies that choose among
+draft tokens, the trace also contains the probability of each draft token.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SHIPPED = ASSETS / "acceptance"
 
 @dataclass(frozen=True, eq=False)
 class AcceptanceTrace:
-    """Texts of the target's, and the draft's chances at each of their tokens. N sequences of T generated tokens.
+    """N texts of the target with T generated tokens each, and the probabilities of both models at each token.
 
-    p, q: float32 [N, T], probabilities of the text's token under target and draft, processed (temperature 0: 1 and 1 or
-    0). entropy (nats), maximum, chance: float32 [N, T], of the draft's distribution at temperature 1, as `Signals` and
-    `HiddenDraft` have them; chance: of the text's token (0 for the target's own ids). rejected_chance: float16 [N, T],
-    of a draft rejected there, drawn once. rollout_*: float16 [N, T, R], the same of the next R drafts. NaN: none can
-    be. prompt_lengths, lengths: int64 [N]; a text ends at lengths, EOS included, and goes on for drafts beyond. meta:
-    how it was recorded.
+    p, q: float32 [N, T], processed probabilities of the text's token under target and draft (at temperature 0: p = 1, q
+    = 0 or 1). entropy (nats), maximum, chance: float32 [N, T], of the draft's distribution at temperature 1, as in
+    `Signals` and `HiddenDraft`. chance: of the text's token; 0 for ids that only the target has. rejected_chance:
+    float16 [N, T], of a draft token rejected at this position, drawn once. rollout_*: float16 [N, T, R], of the next R
+    draft tokens. NaN: no such draft token is possible. prompt_lengths, lengths: int64 [N]. A text ends at lengths, EOS
+    included. The arrays continue past the end for draft tokens there. meta: settings of the recording.
     """
 
     p: np.ndarray
@@ -76,26 +76,26 @@ class AcceptanceTrace:
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name} must have the shape {shape}, got {getattr(self, name).shape}")
         if n == 0 or rollouts[-1] == 0 or ((self.lengths < 1) | (self.lengths > t)).any():
-            raise ValueError("a trace has at least one sequence and rollouts of a token or more, and 1 <= lengths <= T")
+            raise ValueError("a trace needs sequences, rollouts of at least one token, and 1 <= lengths <= T")
 
     @property
     def accept(self) -> np.ndarray:
-        """float64 [N, T]: the chance that a draft was accepted, given the token that stands there."""
+        """Acceptance probability of a draft token, given the text's token at the position: float64 [N, T]."""
         p, q = self.p.astype(float), self.q.astype(float)
         return np.divide(q, p, out=np.ones_like(p), where=q < p)
 
     @property
     def alpha(self) -> float:
-        """Mean of `accept` over the texts, first tokens left out (the prefill's)."""
+        """Mean of `accept` over the texts, without the first tokens (from the prefill)."""
         places = np.arange(self.p.shape[1])
         return float(self.accept[(places >= 1) & (places < self.lengths[:, None])].mean())
 
     def past_eos(self) -> AcceptanceTrace:
-        """The same texts, going on to their last recorded token: what a benchmark decodes."""
+        """Return the same texts up to the last recorded token, as in benchmarks."""
         return replace(self, lengths=np.full_like(self.lengths, self.p.shape[1]))
 
     def save(self, path: str | Path) -> None:
-        """Write as a compressed .npz, whatever the name."""
+        """Write a compressed .npz file under any name."""
         arrays = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "meta"}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays, meta=np.array(json.dumps(self.meta)))
@@ -103,7 +103,7 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> AcceptanceTrace:
-        """Read what `save` wrote. Raises ValueError for another file, and for one that lacks an array."""
+        """Read a file of `save`. Raises ValueError for other files and for missing arrays."""
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
@@ -125,16 +125,16 @@ class AcceptanceTrace:
         prompt_length: int = 128,
         rollout: int = 8,
     ) -> AcceptanceTrace:
-        """Made-up texts on which each draft is accepted with chance alpha.
+        """Return a trace of made-up texts with acceptance probability alpha at each position.
 
-        regimes (spread, duration): the chance switches between alpha - spread and alpha + spread, in spells of
-        geometric length, mean `duration`. The draft knows: its largest probability is the chance and its entropy that
-        of such a coin. Accepted drafts are its favourites; a rejected one has the smaller of 1 - m and m. Raises
-        ValueError for chances outside [0, 1] and spells shorter than a token.
+        regimes (spread, duration): the probability switches between alpha - spread and alpha + spread, in spells of
+        geometric length with mean `duration`. The draft model is calibrated: its largest probability m is the
+        acceptance probability, and its entropy is that of the coin. Accepted draft tokens have probability m; rejected
+        ones have the smaller of m and 1 - m. Raises ValueError for invalid probabilities and spells below one token.
         """
         spread, duration = regimes or (0.0, 1.0)
         if not (abs(spread) <= alpha <= 1 - abs(spread) and duration >= 1):
-            raise ValueError(f"chances must be in [0, 1], spells >= 1 token; got alpha={alpha}, regimes={regimes}")
+            raise ValueError(f"alpha ± spread must be in [0, 1], duration >= 1; got alpha={alpha}, regimes={regimes}")
         generator = np.random.default_rng(seed)
         shape = sequences, length + rollout
         switches = generator.random(shape) < np.where(np.arange(shape[1]) == 0, 0.5, 1 / duration)
@@ -162,7 +162,7 @@ class AcceptanceTrace:
 
 
 def shipped(name: str) -> AcceptanceTrace:
-    """Load the embedded pair's 96 texts of 128 tokens at temperature 0.2, of "mini" or "library". Raises ValueError for
-    others."""
+    """Return the recorded trace of the embedded pair for "mini" or "library": 96 texts of 128 tokens at temperature
+    0.2. Raises ValueError for other names."""
     checks.one_of("prompt_set", name, PROMPT_SETS)
     return AcceptanceTrace.load(SHIPPED / f"{name}.npz")

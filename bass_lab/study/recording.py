@@ -1,4 +1,4 @@
-"""Recording an `AcceptanceTrace`: the target writes texts, and one teacher-forced pass of each model says the rest."""
+"""Record an `AcceptanceTrace`: the target writes texts, and one teacher-forced pass of each model reads them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from bass_core.prompts import prompt_list, token_ids
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-ROWS_AT_ONCE = 64  # of a recording's passes
-WRITING = 0.5  # of a recording's time, about
+ROWS_AT_ONCE = 64  # rows of a pass
+WRITING = 0.5  # approximate share of the time for writing texts
 
 
 def record(
@@ -40,8 +40,8 @@ def record(
 ) -> AcceptanceTrace:
     """Return the acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
 
-    rollout: recorded drafts after a rejected one. progress: gets what is done and the share of the work, 0 to 1. Raises
-    ValueError for a pair whose draft is no model, and as `generate`.
+    rollout: recorded draft tokens after a rejection. progress: receives the current stage and the finished share of the
+    work, 0 to 1. Raises ValueError for a pair without a draft model, and the errors of `generate`.
     """
     prompts = prompt_list(prompts)
     require_draft_model(pair)
@@ -68,7 +68,7 @@ def record(
     repeated = [prompt for prompt in prompts for _ in range(samples)]
 
     def read(share: float) -> None:
-        progress("reading them with both models", WRITING + (1 - WRITING) * share)
+        progress("reading the texts with both models", WRITING + (1 - WRITING) * share)
 
     return teacher_forced(pair, repeated, texts, temperature=temperature, seed=seed, rollout=rollout, progress=read)
 
@@ -84,11 +84,11 @@ def teacher_forced(
     rollout: int = 8,
     progress: Callable[[float], None] = lambda share: None,
 ) -> AcceptanceTrace:
-    """Return the acceptance trace of given texts, one per prompt, all of one length, written at that temperature past
-    EOS (`generate(…, eos_token_id=())`, with any draft). progress: gets the share done."""
+    """Return the acceptance trace of given texts, one per prompt. texts: of equal length, written at `temperature` past
+    EOS (`generate(…, eos_token_id=())`, with any draft). progress: receives the finished share."""
     require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
-        raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
+        raise ValueError(f"texts must have equal lengths, got {sorted({len(text) for text in texts})}")
     params = SamplingParams(temperature)
     vocabulary = pair.target.config.get_text_config().vocab_size
     ids = token_ids(pair, prompts)
@@ -100,7 +100,7 @@ def teacher_forced(
         drafter.grow(max(map(len, ids)) + len(texts[0]))
         for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
             progress(row / len(texts))
-            # The text may have used the streams of (seed, row): rollouts have others.
+            # The text may have used the streams of (seed, row), so rollouts use others.
             stream = randomness.stream(seed, len(texts) + row)
             most = checks.integer("rollout", rollout, least=1)
             lines.append(_recorded(pair, drafter, params, prompt, text, stream, most))
@@ -123,10 +123,10 @@ def _recorded(
     stream: int,
     rollout: int,
 ) -> dict[str, np.ndarray]:
-    """One text's line of each array of the trace."""
+    """Return the line of one text in each array of the trace."""
     ids = torch.cat([prompt, text]).to(pair.device)
     written = ids[len(prompt) :, None]  # [T, 1]
-    known = ids.clamp(max=drafter.draft_vocabulary - 1)  # ids that only the target has, as ModelDrafter feeds them
+    known = ids.clamp(max=drafter.draft_vocabulary - 1)  # replaces ids that only the target has, as in ModelDrafter
     logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
     q = _law(logits, params, logits.argmax(-1))
     q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
@@ -138,7 +138,7 @@ def _recorded(
     p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
     chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
     after = np.full((3, len(text), rollout), np.nan, np.float16)
-    # The first token is the prefill's; a step keeps one place for the target's token, so that no draft stands last.
+    # The first token comes from the prefill. The last token is never drafted: a step ends with the target's token.
     rejected = (q_text < p_text).nonzero()[:, 0]
     rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 2)]
     if len(rejected):
@@ -161,21 +161,21 @@ def _recorded(
 
 
 def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
-    """Processed distribution [T, V]; at temperature 0 one-hot at the chosen ids [T]."""
+    """Return the processed distribution [T, V]; at temperature 0, one-hot at the chosen ids [T]."""
     if params.greedy:
         return F.one_hot(chosen, logits.shape[-1]).float()
     return sampling.probabilities(logits, params)
 
 
 class _Listener(DraftLengthPolicy):
-    """Notes the signals before each draft, never stops, and submits every draft to learn its probability."""
+    """Record the signals before each draft token, never stop, and submit every draft token to see its probability."""
 
     def __init__(self):
         self.heard: list[Tensor] = []
         self.chances: np.ndarray | None = None
 
     def plan(self, rows: RowsView) -> int:
-        raise NotImplementedError("it listens to a drafter, not to an engine")
+        raise NotImplementedError("this policy records a drafter and cannot plan steps of an engine")
 
     def keep_drafting(self, signals: Signals) -> Tensor:
         self.heard.append(torch.stack([signals.entropy, signals.maximum]).cpu())
@@ -197,8 +197,8 @@ def _rollouts(
     lengths: np.ndarray,
     stream: int,
 ) -> np.ndarray:
-    """Return entropy and maximum before each draft that follows token at[n] of row n, and that draft's own chance: [3,
-    n, R], NaN beyond lengths. text: the ids [S] that all rows [n, S] share up to `at`; the draft reads it once."""
+    """Return entropy and maximum before each draft token after position at[n] of row n, and the token's chance: [3, n,
+    R], NaN beyond lengths. text: ids [S] shared by all rows [n, S] up to `at`. The draft model reads them once."""
     found = np.full((3, len(at), int(lengths.max())), np.nan)
     drafter.prefill(text[None], [len(text)], range(1))
     cached = drafter.save_row(0, len(text))

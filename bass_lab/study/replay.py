@@ -1,7 +1,7 @@
 """One replay: a policy decodes recorded texts as the engine would, without a model.
 
-`step` is the engine's `_decode` without its passes, `decode` takes such steps until a batch is done,
-`bass_lab.load.simulate` while rows come and go; `step_seconds` is what they cost.
+`step` is `Session._decode` without passes, and `step_seconds` returns the cost of steps. `decode` runs a batch to its
+end. `bass_lab.load.simulate` also adds and removes rows between steps.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bass_core.policies.costs import Cost, CostModel
 from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-# Of the time of left-out tokens, what a packed pass saves: two CPU cores, batches of 2 to 8, half of the tokens left
-# out (0.92 to 0.97 of the rectangular pass, where a pass over so many tokens took 0.81 to 0.91).
+# Share of the left-out tokens' time that a packed pass saves. Measured on two CPU cores, batches of 2 to 8, half of
+# the tokens left out: 0.92 to 0.97 of the rectangular pass. A rectangular pass over half of them took 0.81 to 0.91.
 PACKING = 0.4
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of a replay: sequences [B], ends of their texts [B], most tokens (an int or [B]), and run [B, T]: how
-    many drafts in a row would be accepted from each position on."""
+    """Rows of a replay: sequences [B], ends of the texts [B], token limit (int or [B]), and run [B, T], the length of
+    the run of acceptances from each position."""
 
     trace: AcceptanceTrace
     sequences: np.ndarray
@@ -44,7 +44,7 @@ class Replay:
         seed: int = 0,
         repeat: int = 0,
     ) -> Replay:
-        """batch: how many sequences of the trace, or which. max_new_tokens: at most the trace's (None)."""
+        """Return one replay. batch: number or indices of sequences. max_new_tokens: by default the trace's length."""
         n, t = trace.p.shape
         limit = t if max_new_tokens is None else checks.integer("max_new_tokens", max_new_tokens, least=1)
         if limit > t:
@@ -67,7 +67,7 @@ class Replay:
     def of_requests(
         cls, trace: AcceptanceTrace, sequences: np.ndarray, limits: np.ndarray, seeds: Sequence[Sequence[int]]
     ) -> Replay:
-        """Rows that are drawn one by one: sequences [B], the most tokens of each [B], and what seeds its coins.
+        """Return rows with given sequences [B], token limits [B], and random seeds of their coins.
 
         Raises ValueError for a limit beyond the trace's texts.
         """
@@ -80,26 +80,26 @@ class Replay:
 
     @classmethod
     def draws(cls, trace: AcceptanceTrace, *, repeats: int = 8, **options) -> list[Replay]:
-        """`draw` for each repeat, with its options."""
+        """Return `draw` for each repeat, with its options."""
         return [
             cls.draw(trace, repeat=repeat, **options) for repeat in range(checks.integer("repeats", repeats, least=1))
         ]
 
     def view(self, live: np.ndarray, at: np.ndarray, steps: np.ndarray) -> RowsView:
-        """As `Rows.view`. live: row numbers; at, steps [B]: generated tokens and decode steps of every row."""
+        """Return live rows as in `Rows.view`. live: row numbers; at, steps [B]: tokens and decode steps of all rows."""
         lengths = self.trace.prompt_lengths[self.sequences[live]] + at[live]
         remaining = (self.limit if isinstance(self.limit, int) else self.limit[live]) - at[live]
         return RowsView(live.copy(), steps[live], lengths, at[live], remaining)
 
     def signals(self, live: np.ndarray, at: np.ndarray, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The draft's entropies and maxima before x_1 … x_most of each live row: [most, B] each."""
+        """Return the draft's entropies and maxima before x_1 … x_most of each live row: [most, B] each."""
         trace, slots = self.trace, np.arange(most)
         recorded = (trace.entropy, trace.rollout_entropy), (trace.maximum, trace.rollout_maximum)
         entropy, maximum = (self._along(live, at, slots, *each).T.astype(float, order="C") for each in recorded)
         return torch.from_numpy(entropy), torch.from_numpy(maximum)
 
     def hidden(self, live: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> HiddenDraft:
-        """The drafts of a step, none of them shown. lengths [B]: how many each live row has drafted."""
+        """Return the draft tokens of a step, all hidden. lengths [B]: draft length of each live row."""
         trace, slots = self.trace, np.arange(lengths.max())
         maxima = self._along(live, at, slots, trace.maximum, trace.rollout_maximum)
         chances = self._along(live, at, slots, trace.chance, trace.rollout_chance)
@@ -111,8 +111,8 @@ class Replay:
     def _along(
         self, live: np.ndarray, at: np.ndarray, slots: np.ndarray, on_text: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
-        """Return what is recorded of the drafts in `slots` [K] of the live rows: [B, K], of on_text [N, T] up to the
-        rejected one, then of its rollout, after [N, T, R] (whose last repeats)."""
+        """Return recorded values for the draft tokens in `slots` [K] of the live rows: [B, K]. Values are from on_text
+        [N, T] up to the rejection, then from the rollout, after [N, T, R]. Its last value repeats."""
         sequences, starts = self.sequences[live][:, None], at[live][:, None]
         run, last = self.run[live, at[live]][:, None], self.trace.p.shape[1] - 1
         past = slots - run - 1  # drafts since the rejected one; negative before a rejection
@@ -122,7 +122,7 @@ class Replay:
 
 
 class ReplayedStep(NamedTuple):
-    """One step: arrays over its rows, and passes of the draft model. lengths: tokens before it; drafted: submitted."""
+    """One step: an array per field over the rows. lengths: tokens before the step. passes: draft passes (int)."""
 
     rows: np.ndarray
     lengths: np.ndarray
@@ -134,14 +134,14 @@ class ReplayedStep(NamedTuple):
 
 
 def _runs(fates: np.ndarray) -> np.ndarray:
-    """How many True in a row from each place on: bool [B, T] -> int64 [B, T]."""
+    """Return the length of the run of True from each position: bool [B, T] -> int64 [B, T]."""
     places = np.arange(fates.shape[1])
     stops = np.where(fates, fates.shape[1], places)
     return np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1] - places
 
 
 def decode(replay: Replay, policy: DraftLengthPolicy) -> list[ReplayedStep]:
-    """The decode steps of a replay, all of whose rows begin together. The policy changes as it learns."""
+    """Return the decode steps of a replay. All rows begin together. The policy's state changes."""
     at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
     taken = np.zeros_like(at)
     live = without_ended(np.arange(len(at)), at >= replay.ends)
@@ -159,7 +159,7 @@ def decode(replay: Replay, policy: DraftLengthPolicy) -> list[ReplayedStep]:
 def step(
     replay: Replay, policy: DraftLengthPolicy, live: np.ndarray, at: np.ndarray, taken: np.ndarray
 ) -> ReplayedStep:
-    """One step of the live rows, of which each has `at` generated tokens and has `taken` so many steps."""
+    """Return one step of the live rows. at, taken: generated tokens and decode steps of all rows."""
     view = replay.view(live, at, taken)
     planned, drafted = planned_lengths(policy.plan(view), view)
     passes = int(drafted.max())
@@ -178,7 +178,7 @@ def step(
 def _ask(
     policy: DraftLengthPolicy, replay: Replay, live: np.ndarray, at: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Drafted lengths [B] after the policy's answers within the step, and how many passes of the draft it took."""
+    """Return the lengths [B] after the policy's answers during drafting, and the number of draft passes."""
     drafted, passes = lengths.copy(), 1
     entropy, maximum = replay.signals(live, at, int(lengths.max()))
     for slot in range(len(entropy)):
@@ -192,7 +192,7 @@ def _ask(
 
 
 def without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Live rows in the engine's order: the last one takes the place of a row that ended (`Rows.compact`)."""
+    """Return the live rows in the engine's order: the last row takes the place of an ended row (`Rows.compact`)."""
     if not ended.any():
         return live
     places = live.tolist()
@@ -203,12 +203,12 @@ def without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
 
 
 def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
-    """Draft, target and other seconds of each step: [3, steps].
+    """Return draft, target and other seconds of each step: [3, steps].
 
-    Rows of different lengths cost as the longest (`kv_of_rows` "max") or the mean. A stopped step pays for the pass
-    after which it stopped; hidden drafts are all paid for. Where the engine packs the target's pass (`runner.packs`),
-    modelled costs are those of a rectangular pass over as many tokens, measured ones those without `PACKING` of the
-    tokens that rows leave out.
+    The KV length of a step is the longest (`kv_of_rows` "max") or the mean of the rows. A stopped draft phase includes
+    its last pass, and a hidden draft includes all passes. If the engine packs the target pass (`runner.packs`), a
+    modelled cost is the cost of a rectangular pass over as many tokens. A measured cost saves the share `PACKING` of
+    the left-out tokens' time.
     """
     if not steps:  # every row ended with its first token
         return np.zeros((3, 0))
@@ -216,10 +216,10 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     sizes = []
     for step in steps:
         batch, lengths = len(step.rows), step.lengths
-        # The last token enters in this pass.
+        # This pass writes the last token's keys and values.
         kv_length = (int(lengths.max()) if by_longest else int(lengths.sum()) / batch) - 1
         sizes.append((batch, step.passes, _query_length((step.drafted + 1).tolist(), packing), kv_length))
-    # A single step, as simulations ask for it, is looked up faster as plain numbers.
+    # For a single step, as in simulations, plain numbers are faster.
     columns = sizes[0] if len(sizes) == 1 else map(np.array, zip(*sizes, strict=True))
     batch, passes, query_length, kv_length = columns
     verifying = cost.target(batch, query_length, kv_length)
@@ -228,16 +228,16 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
 
 
 def _packing(cost: Cost) -> float:
-    """What packing is worth by these costs: the share of left-out tokens whose time is saved."""
+    """Return the share of the left-out tokens' time that packing saves."""
     models, measured = getattr(cost, "models", None), getattr(cost, "measured", {})
     eager = models is not None and models["target"]["attention"] == "eager"
-    if eager or measured.get("compile") == "graphs":  # never packed: it cannot be, and shapes are fixed
+    if eager or measured.get("compile") == "graphs":  # eager attention cannot pack; captured passes have fixed shapes
         return 0.0
     return PACKING if isinstance(cost, CostModel) and not cost.is_synthetic else 1.0
 
 
 def _query_length(submitted: list[int], packing: float) -> float:
-    """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens each."""
+    """Return the tokens per row of the rectangular pass with the same cost. submitted: tokens of each row."""
     longest = max(submitted)
     if not packing or not packs(submitted, longest):
         return longest

@@ -1,23 +1,23 @@
-"""Draft-length policies replayed on recorded acceptance: what would each have cost, and how far is it from the best?
+"""Replay draft-length policies on recorded acceptance, and compare their times with the optimum.
 
-A replay (`replay`) takes texts from an `AcceptanceTrace`, tosses a coin for each of their positions (accepted, had it
-been drafted), and lets a policy decode them as the engine would. No model runs.
+A replay (`replay`) takes texts from an `AcceptanceTrace` and tosses a coin per position: would a draft token at this
+position be accepted? A policy then decodes the texts as the engine would. No model runs.
 
-**Exact or not.** Under token verification (and for greedy decoding) policies of history meet accepted counts of the
-engine's law, see `recorded_acceptance`. Policies with `keep_drafting` see the draft's distributions over the text up to
-the first rejected draft, then those of a recorded rollout, which a replay meets once at most: exact as long as no step
-drafts further past a rejection than the rollout is long; beyond it the last signals repeat. Policies with `choose`,
-such as `RaggedBudget`, see the drafted tokens' own probabilities, and are exact to the same length; what they submit
-counts as drafted. More replays of one trace lower the noise of the coins, not that of the texts. Block verification is
-not simulated.
+**Exactness.** Under token verification or in greedy decoding, accepted lengths have the engine's distribution if the
+policy uses only the past (`recorded_acceptance`). Policies with `keep_drafting` see the draft's distributions over the
+text up to the first rejection, then the distributions of a recorded rollout. A replay uses each rollout at most once.
+The replay is exact as long as no step drafts further past a rejection than the rollout's length. Beyond that length,
+the last signals repeat. Policies with `choose`, such as `RaggedBudget`, see the probabilities of the draft tokens and
+are exact to the same length. Their submitted tokens count as drafted. More replays of one trace reduce the noise of the
+coins, but not of the texts. Block verification is not simulated.
 
-**Common random numbers.** The coin of a position is a function of (seed, repeat, copy, sequence, position) alone: a
-draft there meets the same fate under every policy, batch size and limit, so that differences between policies are far
-less noisy than their times. A batch takes sequences in an order drawn per repeat, without repetition until all are used
-(`copy` counts those rounds); a larger batch holds the rows of a smaller one.
+**Common random numbers.** A coin depends only on (seed, repeat, copy, sequence, position). A draft token has the same
+outcome under every policy, batch size and limit. Differences between policies are therefore far less noisy than times.
+A batch takes sequences in an order drawn per repeat, without repetition until all are used (`copy` counts the rounds).
+A larger batch contains the rows of a smaller batch.
 
-**Time.** Of decode steps, by a cost model such as `costs.CostModel`; prefills are left out. Where rows submit different
-numbers of tokens the target's pass is packed (`replay.step_seconds`).
+**Time.** Times are decode steps under a cost model such as `costs.CostModel`, without prefills. If rows submit
+different numbers of tokens, the target pass is packed (`replay.step_seconds`).
 """
 
 from __future__ import annotations
@@ -48,20 +48,18 @@ def simulate(
     seed: int = 0,
     repeats: int = 8,
 ) -> pd.DataFrame:
-    """Replay a batch under a policy, one line each; every replay starts with a copy of the policy.
+    """Return one line per replay of a batch under a policy. Every replay starts with a copy of the policy.
 
-    batch: how many sequences of the trace, or which. max_new_tokens: at most the trace's (None).
+    batch: number or indices of sequences. max_new_tokens: by default the trace's length.
 
-    Columns: repeat, batch, policy; steps of the batch; tokens that they emitted; tokens_per_step, k and acceptance_rate
-    as in `Trace.summary`; seconds, seconds_per_token; first_s, mean_s, last_s: when the first row had ended, the rows
-    on average, and the last.
+    Columns: repeat, batch, policy; steps of the batch; tokens emitted; tokens_per_step, k and acceptance_rate as in
+    `Trace.summary`; seconds, seconds_per_token; first_s, mean_s, last_s, the end times of the rows: first, mean, last.
     """
     drawn = Replay.draws(trace, batch=batch, max_new_tokens=max_new_tokens, seed=seed, repeats=repeats)
     return _replayed(drawn, policy, cost)
 
 
 def _replayed(replays: Sequence[Replay], policy: int | DraftLengthPolicy, cost: Cost) -> pd.DataFrame:
-    """`simulate` on these replays."""
     policy, lines = as_policy(policy), []
     for repeat, drawn in enumerate(replays):
         steps = decode(drawn, deepcopy(policy, {id(cost): cost}))
@@ -71,7 +69,6 @@ def _replayed(replays: Sequence[Replay], policy: int | DraftLengthPolicy, cost: 
 
 
 def _summary(drawn: Replay, steps: Sequence[ReplayedStep], cost: Cost) -> dict:
-    """A replay's counts and times."""
     if not steps:  # every row ended with its first token
         return {"steps": 0, "tokens": 0, "seconds": 0.0, "first_s": 0.0, "mean_s": 0.0, "last_s": 0.0}
     planned, drafted, accepted, emitted = (
@@ -81,7 +78,7 @@ def _summary(drawn: Replay, steps: Sequence[ReplayedStep], cost: Cost) -> dict:
     until = step_seconds(steps, cost).sum(0).cumsum()  # [steps]
     ended = np.zeros(len(drawn.ends))
     for step, now in zip(steps, until, strict=True):
-        ended[step.rows] = now  # the last step that a row takes part in
+        ended[step.rows] = now  # overwritten until the row's last step
     return {
         "steps": len(steps),
         "tokens": int(emitted.sum()),
@@ -97,7 +94,7 @@ def _summary(drawn: Replay, steps: Sequence[ReplayedStep], cost: Cost) -> dict:
 
 
 def simulate_trace(trace: AcceptanceTrace, policy: int | DraftLengthPolicy, cost: Cost, **options) -> Trace:
-    """Return one of `simulate`'s replays as a `Trace`; its prefill is free. options: of `Replay.draw`."""
+    """Return one replay as a `Trace` with a prefill of 0 ms. options: of `Replay.draw`."""
     policy = deepcopy(as_policy(policy), {id(cost): cost})
     drawn = Replay.draw(trace, **options)
     found = Trace("steps", verification="token", policy=repr(policy), simulated=True)
@@ -131,11 +128,11 @@ def regret(
     repeats: int = 32,
     **options,
 ) -> pd.DataFrame:
-    """How much longer than the bound each policy takes, T / T_bound - 1, on the same replays (options: `simulate`'s).
+    """Return the regret of each policy, T / T_bound - 1, on the same replays. options: of `simulate`.
 
     One line per batch size and policy: means of tokens_per_step, k, seconds, seconds_per_token, bound_s
     (`hindsight.bound`: the optimum at batch 1, else a loose lower bound), schedule_s (`hindsight.schedule`) and regret,
-    with its 95% interval low … high (normal, over the repeats). The bound knows of no packed passes.
+    with the 95% interval low … high of the regret (normal, over the repeats). The bound ignores packed passes.
     """
     lines = []
     for batch in batches:
@@ -165,12 +162,12 @@ def compare_with_real(
     repeats: int = 32,
     rollout: int = 8,
 ) -> pd.DataFrame:
-    """The engine and the simulator on the same texts: one line per seed.
+    """Return tokens per step of engine and simulator on the same texts, one line per seed.
 
-    The engine decodes the prompts as one batch under the policy (token verification, past EOS); its texts are recorded
-    and replayed `repeats` times. Both have the same law given the texts, so `difference` is zero on average.
+    The engine decodes the prompts as one batch under the policy (token verification, past EOS). The texts are recorded
+    and replayed `repeats` times. Both have the same distribution given the texts, so `difference` is 0 on average.
 
-    Columns: policy, seed; real and simulated (tokens per step), difference = simulated / real - 1.
+    Columns: policy, seed; real and simulated (tokens per step); difference = simulated / real - 1.
     """
     policy, lines = as_policy(policy), []
     for seed in seeds:
@@ -188,5 +185,4 @@ def compare_with_real(
 
 
 def _tokens_per_step(steps: Sequence[ReplayedStep]) -> float:
-    """Emitted, per step of a row."""
     return float(np.concatenate([step.emitted for step in steps]).mean())

@@ -1,4 +1,4 @@
-"""Texts that a target has written, and what models hold likely at each of their tokens."""
+"""Texts of a target model, and the distributions of models at each token of the texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bass_core.prompts import token_ids
 
 
 class Written(NamedTuple):
-    """Texts that a target wrote. tokens: prompt and text, int64 [P + T]; p: the target's laws, float64 [T, V]."""
+    """Texts of a target model. tokens: prompt and text, int64 [P + T]; p: target distributions, float64 [T, V]."""
 
     tokens: list[Tensor]
     p: list[Tensor]
@@ -27,7 +27,7 @@ class Written(NamedTuple):
     def by(
         cls, pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int, temperature: float, seed: int = 0
     ) -> Self:
-        """What the pair's target writes after each prompt, up to its end."""
+        """Return the texts of the pair's target after each prompt."""
         ids = token_ids(pair, prompts)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "off"}
         texts = generate(pair, ids, **options).sequences
@@ -36,7 +36,7 @@ class Written(NamedTuple):
         return cls(tokens, _distributions(pair.target, tokens, list(map(len, texts)), params), params)
 
     def read_by(self, model: PreTrainedModel) -> list[Tensor]:
-        """The model's distributions of the same tokens: [T, V] of each text."""
+        """Return the model's distributions at the same tokens: [T, V] per text."""
         return _distributions(model, self.tokens, list(map(len, self.p)), self.params)
 
 
