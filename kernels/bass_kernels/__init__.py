@@ -1,4 +1,4 @@
-"""Triton kernels for attention over a ragged KV cache, and for what surrounds it in batched speculative decoding."""
+"""Triton kernels of batched speculative decoding: ragged attention, cache writes, verification, quantized products."""
 
 from bass_kernels.draft_draw import draw
 from bass_kernels.fused_verification import RowMemory, VerifyOutput, commit, verify

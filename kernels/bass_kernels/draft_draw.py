@@ -1,13 +1,12 @@
-"""A drafted token of each row, and the distribution that it was drawn from: softmax, random number and search at once.
+"""Draw the draft token of each row and store its distribution: softmax, random number and search in one launch.
 
-Written with tensor operations these are a division, a softmax, a sum in float64, a hash and a search, each a launch in
-every pass of a draft phase. Here a program goes over a row's vocabulary twice, in blocks: first for the maximum and the
-sum of exponentials (streamed: Milakov & Gimelshein 2018), then to write q and to add up, in float64, what was
-written. The token is then looked up in one block. So the law of the token is that of q as it stands in memory,
-rounding included: that is what verification divides by.
+Tensor operations would need five launches in every pass of a draft phase. Here a program reads a row's vocabulary
+twice, in blocks. The first read gives the maximum and the sum of exponentials (streamed: Milakov & Gimelshein 2018).
+The second read writes q and sums the written values in float64. The token is then found in one block. The token
+follows q as stored in memory, rounding included, because verification divides by the stored q.
 
-One program per row, since a row's logits are few hundred kilobytes and stay in the cache between the two times; more
-programs would have to wait for each other, which takes further launches.
+Each row has a single program. The logits of a row are a few hundred kilobytes and stay in the cache between both
+reads. More programs per row would need further launches to wait for each other.
 
 Shapes: B rows, V vocabulary, N blocks of the vocabulary.
 """
@@ -25,19 +24,19 @@ from bass_kernels.uniform import uniform
 from bass_kernels.verification_kernels import first_above
 
 WARPS = 16  # with half of them it spills registers on sm_120
-DRAFT = tl.constexpr(1)  # what the random number is for, as in bass_core.exactness.randomness.Purpose
+DRAFT = tl.constexpr(1)  # Purpose.DRAFT of bass_core.exactness.randomness
 
 
 def draw(
     logits: Tensor, streams: Tensor, steps: Tensor, slot: int, temperature: float, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The draft token of this slot for each row (int64 [B]), what it was drawn from (float32 [B, width]), and the row's
-    largest logit (float32 [B]; NaN where the logits are not numbers).
+    """Return each row's draft token of this slot (int64 [B]), its distribution (float32 [B, width]), and the largest
+    logit (float32 [B]; NaN if the logits are not numbers).
 
-    logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. streams, steps: int64 [B]; the random number
+    logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. streams, steps: int64 [B]. The random number
     is that of `bass_core.exactness.randomness.Key(streams, steps, Purpose.DRAFT, slot)`. temperature > 0. width >= V:
-    ids from V on have probability zero. An id of probability zero is never drawn; a row whose logits are not numbers
-    gets some id below V. Raises ValueError for logits of another type or layout.
+    ids from V on have probability zero. An id of probability zero is never drawn. A row with logits that are not
+    numbers gets some id below V. Raises ValueError for logits of another type or layout.
     """
     check_logits(logits)
     rows, vocabulary = logits.shape
@@ -54,7 +53,7 @@ def draw(
     return tokens, q, peaks
 
 
-# The slot counts up in each draft, and rows lie in the session's memory from any place on.
+# Slots change in each draft, and the rows' tensors may start anywhere in the session's memory: avoid recompilation.
 @triton.jit(do_not_specialize=["slot"], do_not_specialize_on_alignment=["streams", "steps"])
 def _draw(
     logits,  # [B, V]
@@ -63,7 +62,7 @@ def _draw(
     tokens,  # out [B]
     q,  # out [B, width]
     peaks,  # out [B]
-    masses,  # [B, N]: of the blocks of q
+    masses,  # [B, N]: sums of q per block
     stride_b,
     slot,
     vocabulary,
@@ -81,7 +80,7 @@ def _draw(
     for first in range(0, vocabulary, BLOCK):
         ids = first + tl.arange(0, BLOCK)
         x = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
-        # What `max` makes of NaN depends on the device; here NaN is passed on by the sum alone.
+        # The result of `max` for NaN depends on the device. Here only the sum passes NaN on.
         higher = tl.maximum(top, tl.max(tl.where(x == x, x, float("-inf"))))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
         total *= tl.exp((tl.where(top == float("-inf"), shift, top) - shift) * inverse_temperature)
@@ -96,7 +95,7 @@ def _draw(
         q_ids = tl.exp((x - shift) * inverse_temperature) / total
         tl.store(q + ids, q_ids, mask=ids < width)
         tl.store(masses + block, tl.sum(q_ids.to(tl.float64)))
-    tl.debug_barrier()  # all threads have stored before any of them reads what others stored
+    tl.debug_barrier()  # all threads store before any thread reads
 
     n = tl.arange(0, BLOCKS)
     mass = tl.load(masses + n, mask=n < blocks, other=0.0)

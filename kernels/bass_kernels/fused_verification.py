@@ -1,19 +1,19 @@
-"""Token verification on the device: which drafted tokens stay, what follows them, and the rows' new ends.
+"""Token verification on the device: accepted draft tokens, the next token, and the rows' new lengths.
 
-Written with tensor operations, verification makes probabilities of all B × (K + 1) × V logits and walks them a dozen
-times. Here every logit is read once, in blocks of the vocabulary, and leaves three numbers per block (streamed
-log-sum-exp: Milakov & Gimelshein 2018, as in flash attention); the one distribution per row that the next token is
-drawn from is worked out again at the slot that the decisions point to, twice in blocks that stay in the cache.
+Tensor operations would compute probabilities of all B × (K + 1) × V logits and read them a dozen times. Here every
+logit is read once, in blocks of the vocabulary, and each block leaves three numbers (streamed log-sum-exp: Milakov &
+Gimelshein 2018, as in flash attention). Only the distribution of the next token is computed again, at the first
+rejected slot, from blocks that stay in the cache.
 
 1. `block_statistics` (blocks, K + 1, B): maximum and sums of exponentials of a block.
-2. `decide` (K + 1, B): the slot's log-sum-exp from its blocks; is its drafted token kept?
-3. `block_masses` (blocks, B): mass of the block in the law of the next token, at the first slot not kept.
-4. `finish` (B): the block and then the id that the uniform number falls on; all results, and the row's new end.
+2. `decide` (K + 1, B): log-sum-exp of a slot from its blocks, and acceptance of its draft token.
+3. `block_masses` (blocks, B): mass of a block in the next token's distribution, at the first slot not accepted.
+4. `finish` (B): the block and the id for the uniform number, all results, and the row's new length.
 
-Grids depend on shapes alone and nothing is read back, so a CUDA graph may hold the four. There is no atomic addition
-and the blocks' size is fixed: a row's decisions do not depend on its neighbours, and come out the same each time.
+Grids depend on shapes alone and the host reads nothing back, so a CUDA graph can hold all four launches. Without atomic
+additions and with a fixed block size, decisions of a row are reproducible and do not depend on other rows.
 
-Shapes: B rows, K drafted tokens, V vocabulary, N blocks of the vocabulary.
+Shapes: B rows, K draft tokens, V vocabulary, N blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WARPS = 8  # with half of them `finish` spills registers
 
 
 class VerifyOutput(NamedTuple):
-    """What one step adds to each row.
+    """Result of one step for each row.
 
-    accepted int64 [B]: drafted tokens kept. next_token int64 [B]: the target's token after them. tokens int64
-    [B, K + 1]: the drafted tokens with next_token at index `accepted` and at the end (where accepted < K, only the
-    first accepted + 1 mean something). logprobs float32 [B, K + 1]: of `tokens` under the target at temperature 1, in
-    nats; 0 at slots that the row did not submit. finite bool [B]: the target's logits were numbers at all submitted
-    slots (their log-sum-exp is finite). lengths int64 [B]: committed + accepted + 1.
+    accepted int64 [B]: accepted length. next_token int64 [B]: the target's token after the accepted ones. tokens int64
+    [B, K + 1]: the draft tokens with next_token at index `accepted` and at the end; only the first accepted + 1 are
+    defined. logprobs float32 [B, K + 1]: of `tokens` under the target at temperature 1, in nats; 0 at slots that the
+    row did not submit. finite bool [B]: the target's logits were numbers at all submitted slots (their log-sum-exp is
+    finite). lengths int64 [B]: committed + accepted + 1.
     """
 
     accepted: Tensor
@@ -59,18 +59,17 @@ def verify(
     committed: Tensor,
     temperature: float,
 ) -> VerifyOutput:
-    """Token verification (Leviathan et al. 2023, algorithm 1), or greedy matching at temperature 0.
+    """Return the result of token verification (Leviathan et al. 2023, algorithm 1), or of matching at temperature 0.
 
     logits [B, K + 1, V] in float32, bfloat16 or float16, ids adjacent in memory: the target's, after the last
-    committed token and after each drafted one. drafted int64 [B, K], ids below V; K may be 0. submitted int64 [B],
-    0 … K: a row's later slots are not read. q float32 [B, K, V], what the tokens were drawn from, or None: they were
-    certain (not read at temperature 0). accept_uniform float64 [B, K] and draw_uniform float64 [B] in [0, 1), from
-    `bass_core.exactness.randomness`. committed int64 [B]: lengths before this step.
+    committed token and after each draft token. drafted int64 [B, K], ids below V; K may be 0. submitted int64 [B],
+    0 … K: later slots of a row are not read. q float32 [B, K, V]: distributions of the draft tokens, or None if the
+    tokens were certain (not read at temperature 0). accept_uniform float64 [B, K] and draw_uniform float64 [B] in
+    [0, 1), from `bass_core.exactness.randomness`. committed int64 [B]: lengths before this step.
 
-    The decisions are those of `bass_core.exactness.verification.token`, or of `matching` with the argmax (lowest id on
-    ties), on probabilities that rounding moves by less than 1e-6. An id of probability zero is never drawn. Rows whose
-    logits are not numbers get ids within the vocabulary that mean nothing. Raises ValueError for logits of another type
-    or layout.
+    Decisions equal `bass_core.exactness.verification.token`, or `matching` with the argmax (lowest id on ties), on
+    probabilities that differ by rounding (below 1e-6). An id of probability zero is never drawn. Rows with logits that
+    are not numbers get arbitrary ids of the vocabulary. Raises ValueError for logits of another type or layout.
     """
     block, logprobs = _launch(logits, drafted, submitted, q, temperature, (accept_uniform, draw_uniform), None)
     tokens, (accepted, finite, _) = block[:, : logits.shape[1]], block[:, logits.shape[1] :].unbind(1)
@@ -78,8 +77,8 @@ def verify(
 
 
 class RowMemory(NamedTuple):
-    """The memory of B rows. tokens int64 [B, S] and logprobs float32 [B, S], from position 0; lengths int64 [B], how
-    many of them are committed; steps int64 [B], how often the row was committed to; streams int64 [B], its seed."""
+    """Memory of B rows. tokens int64 [B, S] and logprobs float32 [B, S], from position 0; lengths int64 [B]: committed
+    tokens; steps int64 [B]: commits of the row; streams int64 [B]: the row's seed."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -100,13 +99,13 @@ def commit(
     all_or_none: bool,
     chances: Tensor | None = None,
 ) -> Tensor:
-    """`verify` with the random numbers of the rows' own step, committed to them: tokens and log-probabilities are
-    appended, lengths and steps move. int64 [B, K + 4]: `tokens`, `accepted`, `finite` and draft_finite.
+    """Verify with the random numbers of each row's step and commit the result to the rows: append tokens and
+    log-probabilities, advance lengths and steps. Return int64 [B, K + 4]: `tokens`, `accepted`, `finite`, draft_finite.
 
-    submitted: -1 where no row lives; such places stay as they are, and what is returned of them means nothing.
-    draft_finite: bool [B], the draft's logits were numbers. Rows whose own or whose draft's were not stay as they are;
-    all_or_none: then none moves. chances: float64 [N, T], accepted counts are drawn with the chances of text
-    stream mod N at position mod T instead of earned; log-probabilities are NaN then (`bass_lab.SyntheticAcceptance`).
+    submitted: -1 for an empty batch slot, which stays unchanged and returns arbitrary values. draft_finite bool [B]:
+    the draft model's logits were numbers. A row stays unchanged if logits of either model are not numbers; with
+    all_or_none all rows then stay unchanged. chances float64 [N, T]: draw accepted lengths with the chances of text
+    stream mod N at position mod T; log-probabilities are then NaN (`bass_lab.SyntheticAcceptance`).
     """
     return _launch(logits, drafted, submitted, q, temperature, None, rows, draft_finite, chances, all_or_none)[0]
 
@@ -117,18 +116,18 @@ def _launch(
     submitted: Tensor,
     q: Tensor | None,
     temperature: float,
-    numbers: tuple[Tensor, Tensor] | None,  # None: of the rows' own step
+    numbers: tuple[Tensor, Tensor] | None,  # None: of each row's step
     rows: RowMemory | None,  # None: nothing is committed
     draft_finite: Tensor | None = None,
     chances: Tensor | None = None,
     all_or_none: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `commit` returns, and the log-probabilities [B, K + 1] where nothing is committed."""
+    """Return the result of `commit`, and the log-probabilities [B, K + 1] if rows is None."""
     _check(logits, q)
     batch, slots, vocabulary = logits.shape
     drafts, blocks = slots - 1, triton.cdiv(vocabulary, BLOCK)
     greedy = temperature == 0
-    # 0 x inf is NaN: the bound keeps the maximum's own weight at 1 where 1 / temperature overflows float32.
+    # If 1 / temperature overflows float32, 0 x inf is NaN. The bound keeps the weight of the maximum at 1.
     inverse_temperature = 1.0 if greedy else min(1 / temperature, 1e38)
     has_q = q is not None and not greedy
 
@@ -146,7 +145,7 @@ def _launch(
     logprobs = empty(torch.float32, batch, slots) if rows is None else rows.logprobs
 
     drafted, submitted = drafted if drafted.stride(-1) == 1 else drafted.contiguous(), submitted.contiguous()
-    q = q if has_q else logits  # which is not read as q
+    q = q if has_q else logits  # a pointer is needed; the kernels do not read q
     inputs = logits, drafted, submitted, q
     layout = *logits.stride()[:2], drafted.stride(0), *q.stride()[:2], vocabulary
     accept_uniform, draw_uniform = (None, None) if numbers is None else (each.contiguous() for each in numbers)

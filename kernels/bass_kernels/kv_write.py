@@ -1,7 +1,7 @@
 """Write new keys and values into the cache, each row at its own positions.
 
-A launch of its own, before attention: the programs of one launch cannot order one's write before another's read. Every
-program moves one token's keys and values of all heads; nothing is transposed or copied in between.
+The write is a separate launch before attention, because programs of one launch cannot order a write before a read.
+Every program moves the keys and values of one token for all heads, without transposed copies.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bass_kernels.tiles import power_of_two
 def write_kv(
     key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int = 0
 ) -> None:
-    """Row b's token t goes to keys[first_place + b, :, slots[b, t]], and likewise its values.
+    """Write token t of row b to keys[first_place + b, :, slots[b, t]], and its values likewise.
 
     key_states, value_states: [B, H_kv, Q, D], the last dimension contiguous. keys, values: the cache, [places, H_kv, S,
-    D], contiguous; keys and values may differ in D. slots: int32 or int64 [B, Q], on the device, hence not checked to
-    be below S; tokens that share a slot (padding, in a scratch slot) leave it undefined. Raises ValueError for shapes,
-    dtypes and devices that do not fit.
+    D], contiguous; keys and values may differ in D. slots: int32 or int64 [B, Q] on the device, not checked to be
+    below S. Tokens that share a slot (padding, in a scratch slot) leave undefined content. Raises ValueError for
+    mismatched shapes, dtypes and devices.
     """
     batch, heads, query_length, _ = key_states.shape
     launching.check_device(keys.device)
@@ -38,7 +38,7 @@ def write_kv(
         require(states.device == cache.device == slots.device, f"{name}s: all tensors must be on one device")
     require(slots.shape == (batch, query_length), f"slots must be [{batch}, {query_length}], got {list(slots.shape)}")
     require(not slots.is_floating_point(), f"slots must be integers, got {slots.dtype}")
-    require(0 <= first_place <= len(keys) - batch, f"{batch} rows from place {first_place} on do not fit {len(keys)}")
+    require(0 <= first_place <= len(keys) - batch, f"first_place must be 0 … {len(keys) - batch}, got {first_place}")
     with launching.on(keys.device):
         _write_token[(query_length, batch)](
             key_states,
@@ -83,11 +83,11 @@ def _write_token(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One token's keys and values of all heads."""
+    """Move the keys and values of one token for all heads."""
     token, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H).to(tl.int64)[:, None], tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(slots + b * slots_stride_b + token * slots_stride_q)
-    to = ((first_place + b) * HEADS + h) * slots_per_place + slot  # which vector of the cache
+    to = ((first_place + b) * HEADS + h) * slots_per_place + slot  # index of the cache vector
     inside = (h < HEADS) & (d < KEY_DIM)
     k = tl.load(key_states + b * key_stride_b + token * key_stride_q + h * key_stride_h + d, mask=inside)
     tl.store(keys + to * KEY_DIM + d, k, mask=inside)

@@ -1,4 +1,4 @@
-"""What all launches share: checks of the arguments, flags, and where a kernel can run at all."""
+"""Shared parts of all launches: argument checks, flags, and supported devices."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from bass_kernels.online_softmax import LOG2_E
 from bass_kernels.tiles import DTYPES, HEAD_DIMS
 
-LOGITS = (torch.float32, torch.bfloat16, torch.float16)  # their dtypes
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of logits
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1, set before triton was imported."""
+    """Return True if Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set before triton was imported."""
     return triton.knobs.runtime.interpret
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels can run on tensors of this device."""
+    """Return True if the kernels can run on tensors of this device."""
     return device.type == "cuda" or (device.type == "cpu" and interpreted())
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Launch on this GPU: Triton takes the current one, whatever the tensors say."""
+    """Make this GPU the current device. Triton launches on the current device and ignores the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Flags:
-    """A launch's options as compile-time `constants` (exact at any precision), and the `accumulator` dtype."""
+    """Options of a launch as compile-time `constants` (exact at any precision), and the `accumulator` dtype."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Flags:
         self.accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.constants = {
             "ACC": triton.language.float64 if query.dtype == torch.float64 else triton.language.float32,
-            # With a cap the scores must first have their real size; without, 2^x wants them in units of log 2.
+            # 2^x needs scores in units of log 2. A softcap needs unscaled scores and converts afterwards.
             "SCALE": float(scaling if softcap is not None else scaling * LOG2_E.value),
             "SOFTCAP": float(softcap or 0),
             "WINDOW": sliding_window or 0,
@@ -60,13 +60,13 @@ class Flags:
 
 
 def check_device(device: torch.device) -> None:
-    """ValueError where kernels cannot run on it."""
-    require(runs_on(device), f"the Triton kernels need a CUDA GPU, got tensors on {device} (on a CPU they run in "
-            "Triton's interpreter: set TRITON_INTERPRET=1 before Python starts)")  # fmt: skip
+    """Raise ValueError if kernels cannot run on this device."""
+    require(runs_on(device), f"the Triton kernels need a CUDA GPU, got tensors on {device}. "
+            "To interpret kernels on a CPU, set TRITON_INTERPRET=1 before Python starts")  # fmt: skip
 
 
 def check_logits(logits: Tensor) -> None:
-    """ValueError for logits that the kernels over the vocabulary do not take."""
+    """Raise ValueError for logits of an unsupported device, dtype or layout."""
     check_device(logits.device)
     is_laid_out = logits.dtype in LOGITS and logits.stride(-1) == 1
     require(is_laid_out, "logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got "
@@ -76,7 +76,7 @@ def check_logits(logits: Tensor) -> None:
 def check(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, kv_lengths: Tensor, sinks: Tensor | None = None
 ) -> None:
-    """ValueError where the arguments of an attention kernel do not fit each other or the device."""
+    """Raise ValueError if arguments of an attention kernel do not fit each other or the device."""
     check_device(query.device)
     batch, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -102,6 +102,6 @@ def check(
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """ValueError saying `otherwise` unless it holds."""
+    """Raise ValueError(otherwise) unless `holds`."""
     if not holds:
         raise ValueError(otherwise)

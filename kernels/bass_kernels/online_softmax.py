@@ -1,11 +1,11 @@
-"""The inner loop that all attention kernels share: softmax(QKᵀ)V over a stretch of keys, in one pass.
+"""Inner loop of all attention kernels: softmax(QKᵀ)V over a range of keys, in one pass.
 
-Online softmax (Milakov & Gimelshein 2018, as in FlashAttention, Dao et al. 2022): keys are read in blocks; a running
-maximum `top`, a running sum `mass` and an output `acc`, both scaled by 2^-top, absorb one block after the other.
-Nothing of size "queries × keys" is ever written to memory, which leaves the keys and values as the bytes to move.
+Online softmax (Milakov & Gimelshein 2018, as in FlashAttention, Dao et al. 2022) reads the keys in blocks. A running
+maximum `top`, a running sum `mass` and an output `acc`, both scaled by 2^-top, absorb block after block. Scores
+(queries × keys) are never written to memory, so only keys and values move.
 
-Query heads that share a KV head are packed: row r of a tile is query token r // GROUP of head r % GROUP, so one read of
-the keys serves them all. Scores are kept in units of log 2 (log2(e) is part of the scale), because a GPU has an
+Query heads that share a KV head are packed: row r of a tile is query token r // GROUP of head r % GROUP. All heads of a
+group use the same read of the keys. Scores are in units of log 2 (the scale includes log2(e)), because a GPU has an
 instruction for 2^x and none for e^x.
 """
 
@@ -19,10 +19,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tile_rows(block, starts, kv_lengths, row, query_length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which queries of a batch row this tile holds. Returns rows [BLOCK_M], their positions, which are live, and the
-    first and last live position (first > last: none is).
+    """Return the tile's packed rows [BLOCK_M] of a batch row, their positions, a mask of live rows, and the first and
+    last live position (first > last: no row is live).
 
-    Query token t stands at position start + t; it is live if that is one of 0 … kv_length - 1. The others are padding.
+    Query token t has position start + t and is live at positions 0 … kv_length - 1. Other tokens are padding.
     """
     start = tl.load(starts + row).to(tl.int32)
     kv_length = tl.load(kv_lengths + row).to(tl.int32)
@@ -37,7 +37,7 @@ def tile_rows(block, starts, kv_lengths, row, query_length, GROUP: tl.constexpr,
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
-    """acc, top and mass of a tile before its first key, as in `attend`."""
+    """Return acc, top and mass of a tile before its first key, as in `attend`."""
     return tl.zeros([BLOCK_M, BLOCK_D], ACC), tl.full([BLOCK_M], float("-inf"), ACC), tl.zeros([BLOCK_M], ACC)
 
 
@@ -45,7 +45,7 @@ def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr
 def load_queries(
     query, stride_h, stride_q, kv_head, rows, live, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """The tile's queries [BLOCK_M, BLOCK_D], 0 where padding. query points to the batch row's."""
+    """Return the tile's queries [BLOCK_M, BLOCK_D], 0 in padding. query: pointer to the batch row's queries."""
     d = tl.arange(0, BLOCK_D)
     offsets = (kv_head * GROUP + rows % GROUP).to(tl.int64) * stride_h + (rows // GROUP).to(tl.int64) * stride_q
     return tl.load(query + offsets[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -53,10 +53,10 @@ def load_queries(
 
 @triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(scores / SOFTCAP), accurate also where scores are small beside the cap."""
+    """Return SOFTCAP * tanh(scores / SOFTCAP), accurate also for scores far below the cap."""
     x = scores * (1 / SOFTCAP)
     squared = x * x
-    # The quotient cancels near 0; there the series of tanh takes over (its next term is below one rounding).
+    # The quotient cancels near 0. The series of tanh is used there; its next term is below one rounding.
     SMALL: tl.constexpr = 0.25 if scores.dtype == tl.float32 else 0.02
     series = x * (1 - squared * (1 / 3 - squared * (2 / 15 - squared * (17 / 315 - squared * (62 / 2835)))))
     small = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
@@ -77,19 +77,19 @@ def attend(
     value_stride,
     begin,
     end,
-    MASKED: tl.constexpr,  # whether any query of the tile may not see one of these keys
+    MASKED: tl.constexpr,  # some query of the tile may not see some of these keys
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SCALE: tl.constexpr,  # of the scores; in units of log 2 unless there is a softcap
+    SCALE: tl.constexpr,  # of the scores; includes log2(e) without a softcap
     SOFTCAP: tl.constexpr,  # 0: none
     WINDOW: tl.constexpr,  # 0: none
-    FAR: tl.constexpr,  # offsets of slots need 64 bits, which take registers
+    FAR: tl.constexpr,  # offsets of slots need 64 bits (and more registers)
     WIDEN: tl.constexpr,  # multiply in float32: the interpreter's dot multiplies the bit patterns of bfloat16
 ):
-    """Absorb the keys begin … end - 1 into (acc, top, mass), in blocks; not MASKED: whole ones.
+    """Absorb the keys begin … end - 1 into (acc, top, mass), in blocks. If not MASKED, all blocks are whole.
 
-    Nothing from `end` on is read or counted, wherever in a block that is: the next piece of a row may begin there.
+    Keys from `end` on are neither read nor counted, also within a block: another piece of the row may begin there.
     """
     d = tl.arange(0, BLOCK_D)
     for block in range(begin, end, BLOCK_N):
@@ -97,7 +97,7 @@ def attend(
         slots = n.to(tl.int64) if FAR else n
         key_at = key + d[:, None] + slots[None, :] * key_stride  # [BLOCK_D, BLOCK_N]
         value_at = value + slots[:, None] * value_stride + d[None, :]  # [BLOCK_N, BLOCK_D]
-        # A slot that is not the row's may hold NaN, and 0 x NaN is NaN: it must not be read, not just weigh nothing.
+        # Slots beyond the row may hold NaN, and 0 x NaN is NaN. A weight of 0 is not enough: do not read them.
         if MASKED:
             k = tl.load(key_at, mask=(d < D)[:, None] & (n < end)[None, :], other=0.0)
         elif D != BLOCK_D:
@@ -116,7 +116,7 @@ def attend(
                 visible &= n[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         top_next = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet has top = -inf, and -inf - -inf is NaN.
+        # Before its first key a row has top = -inf, and -inf - -inf is NaN.
         base = tl.where(top_next == float("-inf"), 0.0, top_next)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
@@ -142,7 +142,7 @@ def store_output(
     out,
     stride_q,
     stride_h,
-    acc,  # [BLOCK_M, BLOCK_D]; this and the next two: as `attend` leaves them
+    acc,  # [BLOCK_M, BLOCK_D]; acc, top and mass: results of `attend`
     top,
     mass,
     sinks,
@@ -157,7 +157,7 @@ def store_output(
 ):
     """Write acc / mass to this batch row's output [Q, H, D], exactly 0 in padding queries.
 
-    A sink is one more logit per head that takes mass and gives no value.
+    A sink is an additional logit per head that takes mass and has no value.
     """
     if SINKS:
         sink = tl.load(sinks + kv_head * GROUP + rows % GROUP).to(top.dtype) * LOG2_E

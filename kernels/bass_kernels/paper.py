@@ -1,10 +1,10 @@
-"""The paper's two ways to attend over rows of different length (arXiv 2404.15778, reconstructed; ours are fused).
+"""The paper's two attention methods for rows of different length (arXiv 2404.15778), reconstructed as fused kernels.
 
-BASS-PAD: one launch, every row as long as the longest. Each program reads all `extent` slots of its row and masks what
-is not the row's: bytes are wasted in proportion to raggedness, and the masked slots must hold numbers (0 x NaN is NaN).
+BASS-PAD: one launch, every row as long as the longest. Each program reads all `extent` slots of its row and masks the
+slots beyond the row's length. Wasted bytes grow with raggedness, and masked slots must hold numbers (0 x NaN is NaN).
 
-BASS-SPLIT: one launch per row, each with its own length. No byte is read in vain, but a launch fills only part of the
-GPU, launches follow one another, and the host has to know the lengths.
+BASS-SPLIT: one launch per row, each with its own length. No byte is wasted, but a launch fills only part of the GPU,
+launches run one after another, and the host must know the lengths.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def pad_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ragged_attention`, reading slots 0 … extent - 1 of every row: [B, Q, H, D].
+    """Return the result of `ragged_attention` [B, Q, H, D], reading slots 0 … extent - 1 of every row.
 
-    extent: at least the longest row's length, at most S. Slots up to it must hold finite numbers.
+    extent: from the longest row's length to S. Slots below `extent` must hold finite numbers.
     """
     launching.check(query, key, value, starts, kv_lengths, sinks)
     if extent > key.shape[2]:
@@ -57,7 +57,7 @@ def split_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ragged_attention`, with one launch per row: [B, Q, H, D]. lengths: kv_lengths again, on the host."""
+    """Return the result of `ragged_attention` [B, Q, H, D], one launch per row. lengths: kv_lengths on the host."""
     launching.check(query, key, value, starts, kv_lengths, sinks)
     if len(lengths) != len(kv_lengths):
         raise ValueError(f"lengths must be the {len(kv_lengths)} rows' KV lengths, got {len(lengths)} numbers")
@@ -67,11 +67,11 @@ def split_attention(
 
 
 def _launch(query, key, value, starts, kv_lengths, sinks, flags: Flags, launches: list[tuple[range, int]]) -> Tensor:
-    """One launch for each (rows, slots that their programs read)."""
+    """Launch once for each (rows, number of slots that their programs read)."""
     batch, heads, query_length, head_dim = query.shape
     group = heads // key.shape[1]
     tile = tiles.choose(query_length * group, head_dim, query.dtype, deterministic=False)
-    # Left alone, the compiler holds these tiles to 128 registers and spills a few bytes; three programs fit 168.
+    # By default the compiler limits these tiles to 128 registers and spills. Three programs fit with 168.
     registers = 168 if (tile.block_m, tile.block_d) == (32, 128) else None
     out = query.new_empty(batch, query_length, heads, head_dim)
     with launching.on(query.device):
@@ -133,7 +133,7 @@ def _attend_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of one row's queries over the first `end` slots of its row."""
+    """Attend with one tile of a row's queries to the first `end` slots of the row."""
     block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = row.to(tl.int64)
     rows, positions, live, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)

@@ -1,7 +1,7 @@
-"""The most likely token of each row: the largest logit and where it stands.
+"""The most likely token of each row: the largest logit and its id.
 
-One program per row, whose lanes each keep the largest of what they have met, with many loads under way: a row's logits
-are few hundred kilobytes. For few rows torch's `max` takes a GPU three times as long (kernels/README.md, change 21).
+One program per row keeps a maximum per lane, with many loads in flight, because the logits of a row are a few hundred
+kilobytes. torch's `max` takes about three times as long for few rows (kernels/LABBOOK.md, change 21).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from bass_kernels.launching import check_logits, on
 
 BLOCK = 2048  # ids at a time
-AT_ONCE = 8  # blocks whose loads wait for nothing
+AT_ONCE = 8  # blocks with independent loads
 WARPS = 16
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row (float32 [B]; NaN where one is) and its id (int64 [B]; the lowest of equal ones).
+    """Return the largest logit of each row (float32 [B]; NaN if the row has NaN) and its lowest id (int64 [B]).
 
     logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. A row with NaN gets some id below V. Raises
     ValueError for logits of another type or layout.
@@ -56,7 +56,7 @@ def _largest(
             x = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
             at = tl.where(x > best, ids, at)
             best = tl.where(x > best, x, best)
-            numbers &= (x == x).to(tl.int32)  # what `max` makes of NaN depends on the device
+            numbers &= (x == x).to(tl.int32)  # the result of `max` for NaN depends on the device
     top = tl.max(best)
     tl.store(peaks + row, tl.where(tl.min(numbers) > 0, top, float("nan")))
     tl.store(tokens + row, tl.min(tl.where(best == top, at, vocabulary - 1)).to(tl.int64))

@@ -1,12 +1,12 @@
-"""The work list of a ragged launch: which program attends over which keys of which row.
+"""The work list of a ragged launch: rows and key ranges of all programs.
 
-Rows differ in length, and one program per row would leave the whole GPU waiting for the longest. The plan cuts every
-row's keys into chunks of one size and lists the pieces, longest rows first. A single small program makes it on the
-device, once per forward pass (all layers share it): the host fixes only how many pieces there may be, so a CUDA graph
-that was captured once serves any lengths. (The idea of FlashInfer's planner, Ye et al. 2025, moved to the device.)
+With one program per row the whole GPU would wait for the longest row. The plan cuts the keys of every row into chunks
+of one size and lists the pieces, longest rows first. A single small program makes the plan on the device, once per
+forward pass for all layers. The host fixes only the maximum number of pieces, so a captured CUDA graph serves any
+lengths. FlashInfer's planner (Ye et al. 2025) does the same on the host.
 
-Chunk sizes are scored by `waves x (chunk + overhead)`: pieces run in waves, as many at once as the GPU has room for,
-and a wave takes as long as a chunk.
+Chunk sizes are scored by `waves x (chunk + overhead)`: pieces run in waves that fill the GPU, and a wave takes as long
+as a chunk.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from bass_kernels import launching
 from bass_kernels.tiles import Tile, power_of_two
 
-OVERHEAD = 64  # what starting and ending a program costs, in keys
-REDUCE = 128  # what adding up costs where any row is split, in keys
+OVERHEAD = 64  # cost of starting and ending a program, in keys
+REDUCE = 128  # cost of adding up if any row is split, in keys
 WAVES = 4  # pieces beyond one per row: enough for this many waves
 CHUNK = 512  # keys per piece in deterministic mode
-DRAFTS = 64  # longest pass that deterministic mode splits: partial results of a long prompt would fill the memory
+DRAFTS = 64  # longest pass that deterministic mode splits; partial results of a long prompt would fill the memory
 # Chunk sizes tried: 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, … blocks of keys, up to 160,000.
 CANDIDATES = 64
 
 
 class Plan(NamedTuple):
-    """items int32 [I, 4]: row (-1: nothing to do), first key, one past the last, split (where the partial result goes;
-    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits. counters
-    int32: how many pieces of a tile are done; all 0, before each launch and after it. Launches that share a plan follow
-    one another."""
+    """Work list of a launch. items int32 [I, 4]: row (-1: idle), first key, one past the last key, split (index of the
+    partial result; -1: the row's only piece writes the output). rows int32 [B, 2]: first split and number of splits.
+    counters int32: finished pieces per tile; all 0 before and after each launch. Launches with the same plan must not
+    overlap."""
 
     items: Tensor
     rows: Tensor
@@ -44,22 +44,22 @@ class Plan(NamedTuple):
 
     @property
     def may_split(self) -> bool:
-        """Whether some row may be cut."""
+        """Return True if a row may be cut."""
         return len(self.items) > len(self.rows)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of this GPU; in the interpreter, of a small one."""
+    """Return the number of multiprocessors of this GPU, or of a small GPU in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def most_items(
     batch: int, query_length: int, programs_per_item: int, slots: int, width: int, block_n: int, deterministic: bool
 ) -> int:
-    """How many pieces a plan may have: one per row, and as many more as keep the GPU full."""
+    """Return the maximum number of pieces of a plan: one per row and enough more to fill the GPU."""
     if deterministic:
-        # One more than rows have: a narrow cache is for the kernel that adds pieces up, too, since bits are a kernel's.
+        # The extra item makes narrow caches use the kernel that adds up pieces, too: other kernels give other bits.
         return batch * max(1, triton.cdiv(width, CHUNK)) + 1 if query_length <= DRAFTS else batch
     extra = WAVES * slots // programs_per_item
     return batch + min(extra, batch * (triton.cdiv(width, 2 * block_n) - 1))
@@ -78,12 +78,12 @@ def make_plan(
     deterministic: bool = False,
     span: int | None = None,
 ) -> Plan:
-    """The work list for rows of these lengths. starts, kv_lengths: int32 or int64 [B], on the device.
+    """Return the work list for rows of these lengths. starts, kv_lengths: int32 or int64 [B], on the device.
 
-    query_length: of the launch (padding included). width: slots of the cache, an upper bound of the lengths. window:
-    keys a query sees (0: all before it). span: the plan also serves launches that follow, of no more queries each,
-    which stand at positions starts … starts + span - 1, where kv_lengths is what rows have in the last (None: this
-    launch alone). A launch reads of a piece what its own rows have: pieces beyond add nothing.
+    query_length: of the launch, padding included. width: slots of the cache, an upper bound of the lengths. window:
+    keys that a query sees (0: all earlier keys). span: the plan also serves later launches with no more queries each,
+    at positions starts … starts + span - 1; kv_lengths are then the lengths of the last launch (None: this launch
+    only). Each launch clips pieces to its own lengths, and pieces beyond a row's length add nothing.
     """
     batch, device = len(kv_lengths), kv_lengths.device
     programs_per_item = triton.cdiv(query_length * group, tile.block_m) * kv_heads
@@ -143,12 +143,12 @@ def _plan(
     REDUCE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    # Here rather than where they are made: a launch that broke off cannot leave a count to a later pass.
+    # Reset here and not at allocation, so that an aborted launch leaves no count to a later pass.
     for block in range(0, tiles, ITEM_BLOCK):
         tile = block + tl.arange(0, ITEM_BLOCK)
         tl.store(counters + tile, 0, mask=tile < tiles)
 
-    # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
+    # Longest rows first: sort numbers that hold a row's key count and its index.
     b = tl.arange(0, BLOCK_B)
     first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
     order = tl.sort((first - last).to(tl.int64) * BLOCK_B + b)
@@ -156,7 +156,7 @@ def _plan(
     first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
 
     if FIXED_CHUNK > 0:
-        # If a row outgrew what the host made room for, no key may be lost: one piece per row then.
+        # If the pieces exceed the host's maximum, use one piece per row, so that no key is lost.
         total = tl.sum(tl.where(b < batch, _pieces(first, last, FIXED_CHUNK), 0), 0)
         chunk = tl.where(total <= count, FIXED_CHUNK, 1 << 30)
     else:
@@ -170,7 +170,7 @@ def _plan(
         cost = waves.to(tl.int64) * (tl.minimum(sizes, longest) + OVERHEAD)
         cost += tl.where(tl.max(pieces, 1) > 1, REDUCE, 0)
         cost = tl.where(total <= count, cost, 1 << 60)
-        best = tl.argmin(cost, 0)  # the smallest chunk of equal ones
+        best = tl.argmin(cost, 0)  # on ties the smallest chunk
         chunk = tl.sum(tl.where(i == best, sizes, 0), 0)
 
     pieces = tl.where(b < batch, _pieces(first, last, chunk), 0)  # [BLOCK_B]
@@ -186,7 +186,7 @@ def _plan(
         row_first = tl.sum(tl.where(mine, first[None, :], 0), 1)
         row_last = tl.sum(tl.where(mine, last[None, :], 0), 1)
         alone = tl.sum(tl.where(mine, pieces[None, :], 0), 1) == 1
-        index += row_first // chunk  # chunks are counted from position 0, so that they stay where they are as rows grow
+        index += row_first // chunk  # chunks are counted from position 0 and do not move as rows grow
         at = items + item * 4
         tl.store(at, row, mask=item < count)
         tl.store(at + 1, tl.maximum(index * chunk, row_first), mask=item < count)
@@ -196,7 +196,7 @@ def _plan(
 
 @triton.jit
 def _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key (a multiple of BLOCK_N) and one past the last that any query of these rows sees; 0, 0: none is live."""
+    """Return each row's first visible key (a multiple of BLOCK_N) and one past the last; 0, 0 if no query is live."""
     start = tl.load(starts + b, mask=b < batch, other=0).to(tl.int32)
     last = tl.load(kv_lengths + b, mask=b < batch, other=0).to(tl.int32)
     last = tl.minimum(tl.minimum(last, start + query_length), width)
@@ -210,5 +210,5 @@ def _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW: tl.c
 
 @triton.jit
 def _pieces(first, last, chunk):
-    """Into how many chunks these keys fall; 1 where there are none, for somebody has to write the zeros."""
+    """Return the number of chunks of these keys, and at least 1, because a program must write zeros for empty rows."""
     return tl.maximum(tl.cdiv(last, chunk) - first // chunk, 1)

@@ -1,10 +1,9 @@
-"""Ragged attention: every row its own KV length and query length, one set of launches, nothing padded.
+"""Ragged attention: rows with different KV lengths and query lengths in one launch, without padding.
 
-Two kernels: the plan (plan.py, once per forward pass), and one program per (block of queries, KV head, piece of keys).
-Where a row was cut, the last of its programs to finish adds up what all have left. Splitting over the keys when there
-are only a few queries is FlashDecoding's idea (Dao et al. 2023); here it holds for any query length, packs the query
-heads of a KV head into one tile, and balances rows of different lengths, which is what verifying drafts of many
-sequences needs (BASS, arXiv 2404.15778).
+There are two kernels: the plan (plan.py, once per forward pass), and one program per (block of queries, KV head, piece
+of keys). If a row was cut, its last program to finish adds up the partial results. FlashDecoding (Dao et al. 2023)
+splits keys for few queries. This kernel also supports any query length, packs the query heads of a KV head into one
+tile, and balances rows of different lengths, as verification of many sequences needs (BASS, arXiv 2404.15778).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from bass_kernels.launching import Flags
 from bass_kernels.online_softmax import attend, load_queries, nothing_seen, store_output, tile_rows
 from bass_kernels.plan import Plan
 
-REDUCE_ROWS = 16  # of a tile, added up at a time
+REDUCE_ROWS = 16  # rows of a tile that are added up at a time
 
 
 def make_plan(
@@ -30,10 +29,9 @@ def make_plan(
     sliding_window: int | None = None,
     deterministic: bool = False,
 ) -> Plan:
-    """The work list for `ragged_attention` with tensors of these shapes and rows of these lengths.
+    """Return the work list of `ragged_attention` for these shapes and lengths, with the arguments as there.
 
-    Attention layers of one forward pass whose arguments here are alike share one plan; the arguments are those of
-    `ragged_attention`.
+    Attention layers of a forward pass with equal arguments share the plan.
     """
     launching.check(query, key, key, starts, kv_lengths)
     _, heads, query_length, head_dim = query.shape
@@ -65,24 +63,24 @@ def ragged_attention(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """softmax(QKᵀ · scaling) V, causal by position: [B, Q, H, D], contiguous, in the query's dtype.
+    """Return softmax(QKᵀ · scaling) V, causal by position: [B, Q, H, D], contiguous, in the query's dtype.
 
-    query: [B, H, Q, D]. key, value: [B, H_kv, S, D], slot s holding position s (views of a cache will do: only the last
-    dimension has to be contiguous). starts: int32 or int64 [B], the position of each row's first query token; token t
-    stands at starts[b] + t, and is live where that is one of 0 … kv_lengths[b] - 1. Others are padding, before or after
-    the live ones; their output is exactly 0. For queries that end the row: starts = kv_lengths - Q.
-    Slots at or beyond kv_lengths[b] are never read. kv_lengths[b] <= S is not checked: lengths stay on the device.
+    query: [B, H, Q, D]. key, value: [B, H_kv, S, D], slot s holds position s; only the last dimension must be
+    contiguous, so views of a cache are accepted. starts: int32 or int64 [B], position of each row's first query token.
+    Token t has position starts[b] + t and is live at positions 0 … kv_lengths[b] - 1. Other tokens are padding with
+    output exactly 0. If the queries end the row, starts = kv_lengths - Q. Slots from kv_lengths[b] on are never read.
+    kv_lengths[b] <= S is not checked, because the lengths stay on the device.
 
-    scaling: D ** -0.5 where None. sliding_window: keys a query sees, itself included. softcap: scores become
-    softcap · tanh(score / softcap). sinks: [H], one more logit per head without a value. deterministic: a
-    query has the same bits alone and among others, of its row (up to 64 of them in a pass) and of the batch: chunks and
-    tiles depend on nothing else, at some cost in speed. plan: from `make_plan` for these rows, of as many queries or
-    more. Splits are added in order, so that equal input gives equal bits.
+    scaling: default D ** -0.5. sliding_window: keys that a query sees, itself included. softcap: scores become
+    softcap · tanh(score / softcap). sinks: [H], an additional logit per head without a value. deterministic: the bits
+    of a query do not depend on other queries of its row (up to 64 in a pass) or batch, at some cost in speed. plan:
+    from `make_plan` for these rows, with at least as many queries. Splits are added in order, so equal input gives
+    equal bits.
 
-    Raises ValueError for shapes, dtypes and devices that do not fit.
+    Raises ValueError for mismatched shapes, dtypes and devices.
     """
     launching.check(query, key, value, starts, kv_lengths, sinks)
-    launching.require(plan is None or len(plan.rows) == len(query), "the plan is another batch's")
+    launching.require(plan is None or len(plan.rows) == len(query), "plan must be made by make_plan for these rows")
     work = plan or make_plan(query, key, starts, kv_lengths, sliding_window=sliding_window, deterministic=deterministic)
     batch, heads, query_length, head_dim = query.shape
     kv_heads, tile = key.shape[1], work.tile
@@ -124,13 +122,13 @@ def ragged_attention(
             BLOCK_N=tile.block_n,
             REDUCE_ROWS=REDUCE_ROWS,
             **tile.launch,
-            # Left alone, the compiler holds this tile to 168 registers on sm_80 and spills; two programs fit 255.
+            # By default the compiler limits this tile to 168 registers on sm_80 and spills. Two programs fit with 255.
             maxnreg=255 if (tile.block_m, tile.block_d) == (32, 256) else None,
         )
     return out
 
 
-# Query lengths change from prompt to prompt and lengths from step to step: neither may mean compiling anew.
+# Query lengths change with each prompt and lengths with each step. Neither may trigger a compilation.
 @triton.jit(do_not_specialize=["query_length"])
 def _attend_pieces(
     query,
@@ -176,8 +174,8 @@ def _attend_pieces(
     BLOCK_N: tl.constexpr,
     REDUCE_ROWS: tl.constexpr,
 ):
-    """One tile of queries over one piece of one row's keys."""
-    # Blocks of queries over the same keys are neighbours on the grid, so that all but the first read them from L2.
+    """Attend with one tile of queries to one piece of a row's keys."""
+    # Blocks of queries over the same keys are neighbours on the grid. All but the first read the keys from L2.
     block, kv_head, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(items + item * 4)
     if row < 0:
@@ -192,12 +190,12 @@ def _attend_pieces(
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
 
-    end = tl.where(first > last, begin, tl.minimum(end, last + 1))  # no query of this tile looks further
+    end = tl.where(first > last, begin, tl.minimum(end, last + 1))  # no query of this tile sees later keys
     if WINDOW > 0:
         begin = tl.maximum(begin, tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
-    if WINDOW > 0 or ONE_LOOP:  # the compiler rounds the two loops differently: which one takes a block changes bits
+    if WINDOW > 0 or ONE_LOOP:  # the compiler rounds the two loops differently, so bits depend on the loop
         all_see = begin
-    else:  # whole blocks that every query of the tile sees need no mask
+    else:  # blocks that every query of the tile sees completely need no mask
         all_see = begin + tl.maximum(tl.minimum(end, first + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, top, mass = attend(
             acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, begin, all_see,
@@ -208,15 +206,15 @@ def _attend_pieces(
         True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, FAR, WIDEN,
     )  # fmt: skip
 
-    if MAY_SPLIT:  # noqa: SIM102 (known when compiling, unlike the next)
+    if MAY_SPLIT:  # noqa: SIM102 (a compile-time condition, unlike the next)
         if split >= 0:
             at = (split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
             d = tl.arange(0, BLOCK_D)
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
             tl.store(partial_top + at, top, mask=live)
             tl.store(partial_mass + at, mass, mask=live)
-            tl.debug_barrier()  # what all threads have stored comes before the count
-            # The last program of the row to come here finds all that was stored before the others' counts.
+            tl.debug_barrier()  # all threads store before the count
+            # The last program of the row sees all stores that precede the other programs' counts.
             count = counters + (row * KV_HEADS + kv_head) * tl.num_programs(0) + block
             splits = tl.load(plan_rows + row * 2 + 1)
             if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1:
@@ -259,14 +257,14 @@ def _add_up(
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add up the pieces of one row, in order, for a block of packed queries of one KV head. out: the row's."""
+    """Add up the pieces of a row, in order, for a block of packed queries of one KV head. out: the row's output."""
     rows, _, live, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = live[:, None] & (d < D)[None, :]
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, partial.dtype.element_ty)
     at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
     for _ in range(splits):
-        # Other multiprocessors have written these: from L2, the only cache that all of them share.
+        # Other multiprocessors wrote the pieces, so load from L2, the only shared cache.
         top_split = tl.load(partial_top + at, mask=live, other=float("-inf"), cache_modifier=".cg")
         mass_split = tl.load(partial_mass + at, mask=live, other=0.0, cache_modifier=".cg")
         part = tl.load(partial + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""The same functions in plain torch: what the kernels are tested against, and the place to read what they compute."""
+"""The functions of the kernels in plain torch and float64: reference for tests and readable definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ragged_attention`, row by row, in float64: [B, Q, H, D] float64."""
+    """Return `ragged_attention`, computed row by row: float64 [B, Q, H, D]."""
     batch, heads, query_length, head_dim = query.shape
     group = heads // key.shape[1]
     scaling = head_dim**-0.5 if scaling is None else scaling
@@ -54,7 +54,7 @@ def attention(
 def write_kv(
     key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int = 0
 ) -> None:
-    """As `bass_kernels.write_kv`: row b's token t goes to keys[first_place + b, :, slots[b, t]]."""
+    """Write token t of row b to keys[first_place + b, :, slots[b, t]], as `bass_kernels.write_kv`."""
     rows = first_place + torch.arange(len(slots), device=slots.device)[:, None]
     keys.transpose(1, 2)[rows, slots] = key_states.transpose(1, 2)
     values.transpose(1, 2)[rows, slots] = value_states.transpose(1, 2)
@@ -70,7 +70,7 @@ def verify(
     committed: Tensor,
     temperature: float,
 ) -> VerifyOutput:
-    """As `bass_kernels.verify`, in float64."""
+    """Return the result of `bass_kernels.verify`, computed in float64."""
     x = logits.double()  # [B, K + 1, V]
     slots = torch.arange(x.shape[1], device=x.device)
     sent = slots <= submitted[:, None]  # [B, K + 1]
@@ -101,7 +101,7 @@ def verify(
 
 
 def dequantized(weight: Tensor, scale: Tensor, group: int | None, inputs: int) -> Tensor:
-    """What `skinny.Codes` stand for, in float64: [N, inputs]."""
+    """Return the weights that `skinny.Codes` encode: float64 [N, inputs]."""
     codes = weight.double()
     if weight.dtype == torch.uint8:
         units = weight.view(torch.int8).unflatten(1, (-1, 16))
@@ -110,7 +110,7 @@ def dequantized(weight: Tensor, scale: Tensor, group: int | None, inputs: int) -
 
 
 def skinny_linear(x: Tensor, codes, bias: Tensor | None = None, *, activation: str = "none", gate=None) -> Tensor:
-    """As `bass_kernels.skinny_linear`, in float64."""
+    """Return the result of `bass_kernels.skinny_linear`, computed in float64."""
     products = [x.double() @ dequantized(*each, x.shape[1]).T for each in (codes, gate) if each is not None]
     activate = {
         "none": lambda y: y,

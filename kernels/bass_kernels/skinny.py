@@ -1,10 +1,10 @@
-"""Products of few rows with weights of 8 or 4 bits: every weight is read once, as it is stored.
+"""Products of few rows with weights of 8 or 4 bits: every weight is read once, as stored.
 
-Decoding multiplies 1 to 128 rows by each weight, so the bytes of the weights are the time (2 · rows flops per weight).
-Codes become numbers of the activations' dtype in registers, right before the matrix instruction; scales of whole
-channels, bias and activation are applied to sums in float32. The result is held transposed, [BLOCK_N, BLOCK_M]: weights
-are the operand with many rows. Outputs too narrow to occupy the GPU are cut along K, and a second small launch adds up
-the pieces in order.
+Decoding multiplies 1 to 128 rows by each weight (2 · rows flops per weight), so the bytes of the weights determine the
+time. Codes are converted to the activations' dtype in registers, right before the matrix instruction. Scales of whole
+channels, bias and activation are applied to float32 sums. The result is transposed, [BLOCK_N, BLOCK_M], because
+weights are the operand with many rows. Outputs too narrow to fill the GPU are cut along K, and a second small launch
+adds up the pieces in order.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from bass_kernels.launching import require
 from bass_kernels.tiles import power_of_two
 
 MOST_ROWS = 128
-UNIT = 32  # inputs that are packed together: 16 bytes, the first 16 numbers in their low halves
-WARPS = 132 * 8  # that are to be at work: eight on each multiprocessor
+UNIT = 32  # inputs that are packed into 16 bytes, the first 16 numbers in the low halves
+WARPS = 132 * 8  # warps that should run: eight on each multiprocessor
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _unpacking(kind: str, one: int, top: int) -> tl.constexpr:
-    """PTX for four bytes: their codes times their scales, in half precision, two at a time.
+    """Return PTX for four bytes: their codes times their scales, in half precision, two at a time.
 
-    A code with the first of its four bits turned over, put behind these top bits, is a number: 136 + code in bfloat16,
-    1032 + code in float16. It minus 136 is exact, and no integer is converted: that takes longer than the bytes take to
-    arrive. kind: of PTX; one, top: bits of 1, and of 136 or 1032.
+    A code with its first bit inverted, appended to the bits `top`, is a float: 136 + code in bfloat16, 1032 + code in
+    float16. Subtracting 136 or 1032 is exact. Converting integers would take longer than loading the bytes. kind: PTX
+    type; one, top: bits of 1, and of 136 or 1032.
     """
     pairs = "a", "b", "c", "d"  # bytes 0 and 1, 2 and 3; their high halves
     turned = [f"lop3.b32 {p}, {p}, 0x000f000f, {top:#06x}{top:04x}, 0x6a;" for p in pairs]  # (p & 15) ^ top
-    # products, since GPUs before Hopper have no other arithmetic of pairs
+    # fused multiply-adds, because GPUs before Hopper have no other arithmetic on pairs
     less = [f"fma.rn.{kind} {p}, {p}, one, minus;" for p in pairs]
     scaled = [f"fma.rn.{kind} ${at}, {p}, ${5 + at % 2}, nothing;" for at, p in enumerate(pairs)]
     constants = {"one": one, "minus": top | 1 << 15, "nothing": 1 << 15}  # -0, which changes no sum
@@ -47,12 +47,12 @@ def _unpacking(kind: str, one: int, top: int) -> tl.constexpr:
 
 
 BFLOAT16, FLOAT16 = _unpacking("bf16x2", one=0x3F80, top=0x4308), _unpacking("f16x2", one=0x3C00, top=0x6408)
-OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r")  # low and high halves' numbers, of the bytes and four scales
+OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r")  # out: numbers of the low and high halves; in: bytes, four scales
 
 
 class Codes(NamedTuple):
-    """weight: int8 [N, K], or uint8 [N, 16 · ceil(K / 32)] with two in a byte. scale: [N, ceil(K / group)]; group:
-    inputs that share one, a multiple of 32, or None: all (scale [N, 1])."""
+    """Quantized weights. weight: int8 [N, K], or uint8 [N, 16 · ceil(K / 32)] with two codes per byte. scale:
+    [N, ceil(K / group)]. group: inputs per scale, a multiple of 32, or None for all inputs (scale [N, 1])."""
 
     weight: Tensor
     scale: Tensor
@@ -68,7 +68,7 @@ class ProductTile(NamedTuple):
 
 
 def choose(rows: int, packed: bool) -> ProductTile:
-    """The tile for so many rows. Bytes in flight decide for few rows (wide in K), registers for many."""
+    """Return the tile for this number of rows: wide in K for few rows, limited by registers for many rows."""
     block_m = power_of_two(rows, least=16)
     if block_m <= 32:
         return ProductTile(block_m, 32, 256 if packed else 128, 2, 4)
@@ -76,7 +76,7 @@ def choose(rows: int, packed: bool) -> ProductTile:
 
 
 def pieces(columns: int, inputs: int, tile: ProductTile) -> int:
-    """Into how many pieces K is cut, for enough warps: their loads are what hides the time that memory takes."""
+    """Return the number of pieces of K that gives enough warps to hide memory latency."""
     programs, blocks = triton.cdiv(columns, tile.block_n), triton.cdiv(inputs, tile.block_k)
     return max(1, min(WARPS // (programs * tile.warps), blocks // 4))
 
@@ -90,21 +90,21 @@ def skinny_linear(
     gate: Codes | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """activation(x Wᵀ + bias): [M, N] in x's dtype. x [M, K], M <= 128, the last dimension contiguous.
+    """Return activation(x Wᵀ + bias): [M, N] in x's dtype. x [M, K], M <= 128, the last dimension contiguous.
 
     activation: "none", "silu", "gelu" or "gelu_tanh". gate: codes of the same form; the result is then
-    activation(x gateᵀ) · (x Wᵀ), the two products of a gated MLP and what follows them in one launch, without bias.
-    splits: pieces of K (None: `pieces`). Equal arguments give equal bits.
+    activation(x gateᵀ) · (x Wᵀ), a gated MLP without bias in one launch. splits: pieces of K (None: `pieces`). Equal
+    arguments give equal bits.
 
-    Raises ValueError for shapes, dtypes and devices that do not fit.
+    Raises ValueError for mismatched shapes, dtypes and devices.
     """
     launching.check_device(x.device)
     require(x.ndim == 2 and x.stride(1) == 1, f"x must be [M, K] with K contiguous, got {list(x.shape)}")
     (rows, inputs), columns = x.shape, len(codes.weight)
-    require(rows <= MOST_ROWS, f"x may have {MOST_ROWS} rows, got {rows}")
+    require(rows <= MOST_ROWS, f"x may have at most {MOST_ROWS} rows, got {rows}")
     require(x.dtype in DTYPES, f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
     require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
-    require(gate is None or bias is None, "a gated product has no bias")
+    require(gate is None or bias is None, "a gated product takes no bias; pass bias=None")
     for each in (codes, gate or codes):
         _check(each, codes, inputs, x.device)
     if bias is not None:
@@ -169,7 +169,7 @@ def _check(codes: Codes, first: Codes, inputs: int, device: torch.device) -> Non
                 f"{inputs} inputs, got {list(tensor.shape)}")  # fmt: skip
         require(tensor.device == device, f"all tensors must be on one device, got {name} on {tensor.device}")
     same = weight.shape == first.weight.shape and weight.dtype == first.weight.dtype and group == first.group
-    require(same, "the gate's codes must have the form of the others")
+    require(same, "gate must have the shape, dtype and group of codes")
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def _store(
     acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums [BLOCK_N, BLOCK_M]: scales of whole channels, bias, activation."""
+    """Apply channel scales, bias and activation to the sums [BLOCK_N, BLOCK_M] and store the result."""
     there = n < columns
     if not GROUPED:
         acc *= tl.load(scale + n, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -206,10 +206,10 @@ def _store(
 
 @triton.jit
 def _scales(scale, n, first, there, inputs, scales, GROUP: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
-    """The scale of each of WIDTH · EACH inputs from `first` on, [BLOCK_N, WIDTH · EACH]; EACH follow one another that
-    have the same."""
+    """Return the scales of WIDTH · EACH inputs from `first` on, [BLOCK_N, WIDTH · EACH]; EACH successive inputs share
+    a scale."""
     unit = first // 32 + tl.arange(0, WIDTH)
-    group = unit if GROUP == 32 else unit // (GROUP // 32)  # what is seen to be contiguous is fetched ahead
+    group = unit if GROUP == 32 else unit // (GROUP // 32)  # the compiler prefetches only provably contiguous loads
     at = n.to(tl.int64)[:, None] * scales + group[None, :]
     s = tl.load(scale + at, mask=there[:, None] & (group < scales)[None, :], other=0.0)
     s = tl.broadcast_to(s[:, :, None], (n.shape[0], WIDTH, EACH))
@@ -218,7 +218,7 @@ def _scales(scale, n, first, there, inputs, scales, GROUP: tl.constexpr, WIDTH: 
 
 @triton.jit
 def _unpacked(both, s, x):
-    """The numbers in the low and in the high halves of these bytes times their scales, all in x's dtype."""
+    """Return the numbers in the low and high halves of these bytes times their scales, in x's dtype."""
     if x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(BFLOAT16, OPERANDS, [both, s], (tl.bfloat16, tl.bfloat16), True, 4)
     else:
@@ -227,7 +227,7 @@ def _unpacked(both, s, x):
 
 @triton.jit
 def _inputs(x_rows, k, m, rows, inputs):
-    """x transposed, [BLOCK_K, BLOCK_M], 0 where there is none."""
+    """Return x transposed, [BLOCK_K, BLOCK_M], padded with 0."""
     return tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
 
 
@@ -237,7 +237,7 @@ def _add_product(
     PACKED: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product of a block of K, which begins at input `first`. x_high: of packed weights alone."""
+    """Return acc plus the product of the block of K from input `first` on. x_high: for packed weights only."""
     there = n < columns
     if PACKED:
         j = first // 2 + tl.arange(0, BLOCK_K // 2)
@@ -248,12 +248,12 @@ def _add_product(
             low, high = _unpacked(both, s, x_low)
         else:
             both = both.to(tl.int32)
-            low, high = (both << 28) >> 28, (both << 24) >> 28  # with their signs
+            low, high = (both << 28) >> 28, (both << 24) >> 28  # sign-extended
             if GROUPED:
                 s = _scales(scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16).to(tl.float32)
                 low, high = low.to(tl.float32) * s, high.to(tl.float32) * s
             low, high = low.to(tl.float32).to(x_low.dtype), high.to(tl.float32).to(x_low.dtype)
-        if WIDEN:  # the interpreter multiplies bit patterns of bfloat16
+        if WIDEN:  # the interpreter's dot multiplies bit patterns of bfloat16
             low, high, x_low, x_high = (
                 low.to(tl.float32),
                 high.to(tl.float32),
@@ -269,7 +269,7 @@ def _add_product(
         if GROUPED:
             s = _scales(scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 32)
             codes = codes.to(tl.float32) * s.to(tl.float32)
-        codes = codes.to(tl.float32).to(x_low.dtype)  # integers have no way to bfloat16 in the interpreter
+        codes = codes.to(tl.float32).to(x_low.dtype)  # the interpreter cannot convert integers to bfloat16
         if WIDEN:
             codes, x_low = codes.to(tl.float32), x_low.to(tl.float32)
         acc = tl.dot(codes, x_low, acc, input_precision="ieee")
@@ -283,7 +283,7 @@ def _multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns, a piece of K, all rows."""
+    """Multiply all rows by a block of columns, over a piece of K."""
     split = tl.program_id(1)
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -325,7 +325,7 @@ def _add_up(
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of a block of columns, in order."""
+    """Add up the pieces of a block of columns, in order."""
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     each = tl.cast(columns, tl.int64) * BLOCK_M

@@ -1,7 +1,7 @@
-"""The random numbers of `bass_core.exactness.randomness`, hashed where they are needed: the same bits.
+"""The random numbers of `bass_core.exactness.randomness`, hashed inside kernels with the same bits.
 
-In the words of that module: 64 bits from (stream, counter, purpose, slot) by SplitMix64's finaliser, of which the upper
-52 make a float64 in [0, 1). Products of int64 wrap around.
+SplitMix64's finalizer hashes (stream, counter, purpose, slot) to 64 bits. The upper 52 bits give a float64 in [0, 1).
+Products of int64 wrap around.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MIX_2 = tl.constexpr(-7723592293110705685)  # 0x94D049BB133111EB
 
 @triton.jit
 def uniform(stream, counter, purpose, slot):
-    """float64 in [0, 1), a multiple of 2^-52. stream, counter: int64; slot: integers, whose shape is the result's."""
+    """Return float64 in [0, 1), a multiple of 2^-52, in the shape of slot. stream, counter: int64; slot: integers."""
     word = tl.cast(slot * 8 + purpose, tl.int64) * GOLDEN
     return _shift_right(_mix(_mix(stream + counter * GOLDEN) + word), 12).to(tl.float64) * 2.0**-52
 
@@ -30,5 +30,5 @@ def _mix(x):
 
 @triton.jit
 def _shift_right(x, BITS: tl.constexpr):
-    """Logical: `>>` of a signed integer copies the sign bit."""
+    """Return the logical shift of x. `>>` alone would copy the sign bit."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)

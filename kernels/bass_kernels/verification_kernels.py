@@ -1,6 +1,6 @@
-"""The four kernels of `fused_verification`, in the order in which they are launched.
+"""The four kernels of `fused_verification`, in launch order.
 
-Shapes: B rows, K drafted tokens, V vocabulary, N blocks of the vocabulary.
+Shapes: B rows, K draft tokens, V vocabulary, N blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bass_kernels.uniform import uniform
 ACCEPT, TARGET = (
     tl.constexpr(2),
     tl.constexpr(3),
-)  # what random numbers are for, as in bass_core.exactness.randomness.Purpose
+)  # Purpose.ACCEPT and Purpose.TARGET of bass_core.exactness.randomness
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def block_statistics(
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride_b + slot * stride_s + ids, mask=ids < vocabulary, other=float("-inf"))
     x = x.to(tl.float32)
-    # What `max` makes of NaN depends on the device; here NaN is passed on by the sum alone.
+    # The result of `max` for NaN depends on the device. Here only the sum passes NaN on.
     ordered = tl.where(x == x, x, float("-inf"))
     top = tl.max(ordered)
     x -= tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf is NaN
@@ -57,15 +57,15 @@ def decide(
     drafted,  # [B, K]
     submitted,  # [B]
     q,  # [B, K, V] (HAS_Q)
-    accept_uniform,  # [B, K]; None: the numbers of the next two
+    accept_uniform,  # [B, K]; None: hash streams and steps
     streams,  # [B]
     steps,  # [B]
-    maxima,  # [B, K + 1, N]; this and the next three: what block_statistics left
+    maxima,  # [B, K + 1, N]; maxima to argmaxima: from block_statistics
     sums,
     tempered_sums,
     argmaxima,
-    kept,  # [B, K]: is the drafted token kept if all before it are?
-    sound,  # [B, K + 1]: is the log-sum-exp finite?
+    kept,  # [B, K]: the draft token is accepted if all earlier ones are
+    sound,  # [B, K + 1]: the log-sum-exp is finite
     log_sums,  # [B, K + 1]: at temperature 1
     shifts,  # [B, K + 1]: p = scale * exp((x - shift) / temperature)
     scales,  # [B, K + 1]
@@ -95,7 +95,7 @@ def decide(
     below = tops.to(tl.float64) - shift  # [BLOCKS]
     total = tl.sum(tl.load(sums + at * blocks + n, mask=inside, other=0.0) * tl.exp(below))
     tl.store(log_sums + at, shift + tl.log(total))
-    tl.store(sound + at, (total > 0).to(tl.int8))  # a NaN or inf among the logits makes it NaN: false
+    tl.store(sound + at, (total > 0).to(tl.int8))  # NaN or inf among the logits makes total NaN: false
     kept_at = row * (tl.num_programs(0) - 1) + slot
     drafted += row * drafted_stride + slot
     if GREEDY:
@@ -112,7 +112,7 @@ def decide(
         if slot < length:
             token = tl.load(drafted)
             x = tl.load(logits + row * stride_b + slot * stride_s + token).to(tl.float32)
-            # In float64: for an improbable token, float32 would round the exponent too coarsely for p / q.
+            # float64, because float32 rounds the exponent of an improbable token too coarsely for p / q.
             p_x = tl.exp((x.to(tl.float64) - shift) * inverse_temperature) / mass
             ratio = p_x
             if HAS_Q:
@@ -127,7 +127,7 @@ def decide(
 
 @triton.jit
 def _accepted(kept, row, drafts, length, SLOTS: tl.constexpr):
-    """How many leading drafted tokens of the row are kept: the first slot with none, or one not kept or submitted."""
+    """Return the accepted length of the row: the first slot without an accepted submitted token."""
     slots = tl.arange(0, SLOTS)
     is_kept = tl.load(kept + row * drafts + slots, mask=(slots < length) & (slots < drafts), other=0)
     return tl.min(tl.where(is_kept != 0, SLOTS, slots))
@@ -155,7 +155,7 @@ def _next_law(
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """p and max(0, p - q) of a block of ids: [BLOCK] each. Where all that was submitted is kept, q counts as 0."""
+    """Return p and max(0, p - q) of a block of ids, [BLOCK] each. q is 0 if all submitted tokens are accepted."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocabulary
     rejected = slot < length
@@ -208,19 +208,19 @@ def block_masses(
 
 @triton.jit
 def first_above(weights, target, SIZE: tl.constexpr):
-    """First index whose cumulative weight exceeds `target`, never one of weight zero. weights float64 [SIZE].
+    """Return the first index with cumulative weight above `target` and positive weight. weights float64 [SIZE].
 
-    The last index of positive weight where rounding leaves none; 0 where nothing has weight (or it is NaN).
+    If rounding leaves no such index, return the last index of positive weight; 0 if there is none (or only NaN).
     """
     index = tl.arange(0, SIZE)
-    # A parallel scan need not be monotone to the last bit, so that a weight of zero could seem to reach the target.
+    # A parallel scan is not monotone to the last bit, so an index of weight zero could seem to reach the target.
     reached = (tl.cumsum(weights) > target) & (weights > 0)
     first = tl.min(tl.where(reached, index, SIZE))
     last = tl.max(tl.where(weights > 0, index, 0))
     return tl.minimum(first, last)
 
 
-# Rows lie in the session's memory from any place on: what is compiled must not depend on which.
+# The rows' tensors may start anywhere in the session's memory: compilation must not depend on their alignment.
 @triton.jit(
     do_not_specialize=["logprobs_stride", "tokens_stride", "texts", "places"],
     do_not_specialize_on_alignment=["streams", "steps", "tokens", "logprobs", "lengths", "draft_finite"],
@@ -230,16 +230,16 @@ def finish(
     drafted,  # [B, K]
     submitted,  # [B]
     q,  # [B, K, V] (HAS_Q)
-    draw_uniform,  # [B]; None: the numbers of the next two
+    draw_uniform,  # [B]; None: hash streams and steps
     streams,  # [B]
     steps,  # [B], changed (COMMITS)
-    kept,  # [B, K]; this and the next five: what decide left
+    kept,  # [B, K]; kept to choices: from decide
     sound,
     log_sums,
     shifts,
     scales,
     choices,
-    masses,  # [B, N]; this and the next: what block_masses left (not GREEDY)
+    masses,  # [B, N]; both masses: from block_masses (not GREEDY)
     residual_masses,
     draft_finite,  # [B] (COMMITS)
     chances,  # [texts, places] (FORCED)
@@ -283,7 +283,7 @@ def finish(
         n = tl.arange(0, BLOCKS)
         mass = tl.load(masses + row * blocks + n, mask=n < blocks, other=0.0)
         residual_mass = tl.load(residual_masses + row * blocks + n, mask=n < blocks, other=0.0)
-        # A residual without mass has probability zero, up to rounding of p = q; the target's own law is the limit.
+        # A residual without mass occurs only by rounding of p = q; use p, the target's distribution, as the limit.
         is_residual = tl.sum(residual_mass) > 0
         mass = tl.where(is_residual, residual_mass, mass)
         number = uniform(stream, step, TARGET, 0) if draw_uniform is None else tl.load(draw_uniform + row)
@@ -299,7 +299,7 @@ def finish(
         token = chosen * BLOCK + first_above(weights, target, BLOCK)
     slots = tl.arange(0, SLOTS)
     if FORCED:
-        text = (stream % texts + texts) % texts  # the remainder takes the sign of the stream
+        text = (stream % texts + texts) % texts  # `%` takes the sign of the stream
         chance = tl.load(chances + text * places + (end + slots) % places)
         is_kept = (uniform(stream, step, ACCEPT, slots) < chance) & (slots < length)
         slot = tl.min(tl.where(is_kept, SLOTS, slots)).to(tl.int64)
@@ -311,7 +311,7 @@ def finish(
     x = tl.load(logits + row * stride_b + slots.to(tl.int64) * stride_s + new, mask=sent, other=0.0).to(tl.float32)
     logprob = (x - tl.load(log_sums + at, mask=sent, other=0.0)).to(tl.float32)
     if FORCED:
-        logprob = tl.full([SLOTS], float("nan"), tl.float32)  # it would be another token's
+        logprob = tl.full([SLOTS], float("nan"), tl.float32)  # the logits belong to another token
     fine = tl.min(tl.load(sound + at, mask=sent, other=1)) != 0
     block += row * (drafts + 4)
     tl.store(block + slots, new, mask=exists)
@@ -321,10 +321,10 @@ def finish(
     if COMMITS:
         is_drafted = tl.load(draft_finite + row)
         tl.store(block + drafts + 3, is_drafted.to(tl.int64))
-        if ALL_OR_NONE:  # every program looks at all rows: what it reads was there before this launch
+        if ALL_OR_NONE:  # every program reads the flags of all rows, written by earlier launches
             b = tl.arange(0, ROWS)
             submits = tl.load(submitted + b, mask=b < tl.num_programs(0), other=-1)
-            is_sent = (slots[None, :] <= drafts) & (slots[None, :] <= submits[:, None])  # nothing where no row lives
+            is_sent = (slots[None, :] <= drafts) & (slots[None, :] <= submits[:, None])  # excludes empty batch slots
             all_sound = tl.load(sound + b[:, None] * (drafts + 1) + slots[None, :], mask=is_sent, other=1)
             all_drafted = tl.load(draft_finite + b, mask=submits >= 0, other=1).to(tl.int8)
             fine = (tl.min(tl.min(all_sound, 1), 0) != 0) & (tl.min(all_drafted, 0) != 0)
@@ -333,7 +333,7 @@ def finish(
         moves = (slots <= slot) & fine
         tl.store(tokens + row * tokens_stride + end + slots, new, mask=moves)
         tl.store(logprobs + end + slots, logprob, mask=moves)
-        tl.debug_barrier()  # all threads have read the row's end before it moves
+        tl.debug_barrier()  # all threads read the row's length before the store
         tl.store(lengths + row, end + slot + 1, mask=fine)
         tl.store(steps + row, step + 1, mask=fine)
     else:
