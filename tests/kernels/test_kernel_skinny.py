@@ -187,7 +187,7 @@ def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": activations(129, 64)}, "may have 128 rows, got 129"),
+        ({"x": activations(129, 64)}, "may have at most 128 rows, got 129"),
         ({"x": activations(2, 64).double()}, "x must be one of"),
         ({"x": activations(64, 2).T}, "K contiguous"),
         ({"x": activations(2, 65)}, "weight must be .5, 65. and contiguous for 65 inputs, got .5, 64."),
@@ -196,8 +196,8 @@ def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
         ({"codes": Codes(torch.ones(5, 64), torch.ones(5, 1))}, "must be int8"),
         ({"activation": "relu"}, "activation must be one of none, silu"),
         ({"bias": torch.ones(4)}, "bias must be .5."),
-        ({"bias": torch.ones(5), "gate": codes(5, 64)}, "has no bias"),
-        ({"gate": codes(6, 64)}, "form of the others"),
+        ({"bias": torch.ones(5), "gate": codes(5, 64)}, "takes no bias"),
+        ({"gate": codes(6, 64)}, "gate must have the shape"),
     ],
 )
 def test_unfit_arguments_are_refused(change, message):
