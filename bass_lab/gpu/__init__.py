@@ -1,1 +1,1 @@
-"""What a GPU box is asked: `make gpu` and its stages, of which each adds to its files case by case."""
+"""GPU measurements: `make gpu` and its stages. Each stage appends to its files case by case."""

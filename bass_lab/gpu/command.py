@@ -1,4 +1,4 @@
-"""What the commands that time a GPU share: their options, their time, their records, and the exit code."""
+"""Shared parts of the GPU benchmarks: options, time limits, records, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_GPU = 2  # exit code
 
 
 class DeviceLost(Exception):
-    """An error has broken the CUDA context: nothing more can be measured in this process. by: a kernel or a way."""
+    """The CUDA context is broken and this process can measure nothing more. by: the kernel or method that failed."""
 
     def __init__(self, by: str, reason: str):
         super().__init__(f"{by} broke the device: {reason}")
@@ -29,31 +29,31 @@ class DeviceLost(Exception):
 
 
 def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser:
-    """kind: of the records. sizes: names and help of flags that exclude each other, --dry-run among them."""
+    """Return the parser. kind: of the records. sizes: names and help of exclusive flags, including --dry-run."""
     found = argparse.ArgumentParser(prog=f"bench-{kind}", description=description)
     size = found.add_mutually_exclusive_group()
     for name, meaning in sizes.items():
         size.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
-    found.add_argument("--seconds", type=float, help="begin nothing new after this time (else as the size says)")
-    found.add_argument("--resume", action="store_true", help="leave out what the output has, of this device and commit")
+    found.add_argument("--seconds", type=float, help="start nothing new after this time; default: by size")
+    found.add_argument("--resume", action="store_true", help="skip cases in the output, for this device and commit")
     file = f"bass_lab/assets/records/{kind}_<device>.jsonl"
-    found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
+    found.add_argument("--output", type=Path, help=f"JSON lines; default: {file}, none in a dry run")
     found.set_defaults(kind=kind)
     return found
 
 
 class Lines:
-    """The records of a run, each checked and written as it comes: a run that is cut short keeps what it has.
+    """The records of a run. Each record is checked and written at once, so an interrupted run keeps its records.
 
-    here: the environment, which every line gets. written, before: lines of this run and of the one that it resumes.
+    here: the environment, added to every line. written: lines of this run. before: lines of the resumed run.
     """
 
     def __init__(
         self, path: Path | None, *kinds: str, also: Sequence[str] = (), resume: bool = True, limit: float = math.inf
     ):
-        """path: None writes nothing. also: fields of the environment besides device, torch and commit. limit: seconds.
+        """Read the lines of the resumed run, if its environment is the same.
 
-        A run that is resumed was made in the same environment.
+        path: None writes nothing. also: environment fields besides device, torch and commit. limit: seconds.
         """
         environment = describe_environment()
         self.here = {name: environment[name] for name in ("device", "torch", "commit", *also)}
@@ -63,20 +63,20 @@ class Lines:
 
     @classmethod
     def of(cls, options: argparse.Namespace, *kinds: str, limit: float, also: Sequence[str] = ()) -> Lines:
-        """limit: unless the options have another."""
+        """Return the records for these options. limit: seconds, unless the options set another limit."""
         path = options.output
         if path is None and not options.dry_run:
             path = records.device_file(options.kind, torch.cuda.get_device_name())
         return cls(path, *kinds, also=also, resume=options.resume, limit=options.seconds or limit)
 
     def copy_bandwidth(self, device: torch.device, note: str) -> float:
-        """Measure and print the bytes per second of a copy, read and written."""
+        """Measure, print and return the bandwidth of a copy: bytes read and written per second."""
         found = copy_bandwidth(device)
         print(f"{self.here['device']}: a copy moves {found / 1e9:.0f} GB/s, read and written; {note}", flush=True)
         return found
 
     def has(self, **fields) -> bool:
-        """Return True if the run that is resumed has measured this: a line with these fields that did not fail."""
+        """Return True if the resumed run has a line with these fields that did not fail."""
         failed = ("reason", "failed")
         return any(fields.items() <= line.items() and not any(map(line.get, failed)) for line in self.before)
 
@@ -93,7 +93,7 @@ class Lines:
         return [*self.before, *self.written]
 
     def add(self, line: dict) -> dict:
-        """Raises ValueError for a line that does not pass the check."""
+        """Write the line with the environment and return it. Raises ValueError for an invalid line."""
         line = line | self.here
         records.check(line, *self.kinds)
         if self.path is not None:
@@ -102,7 +102,7 @@ class Lines:
         return line
 
     def amend(self, change: Callable[[dict], dict]) -> None:
-        """Change the `known` lines, in the file, too."""
+        """Apply the change to the `known` lines, also in the file."""
         changed = list(map(change, self.known))
         for line in changed:
             records.check(line, *self.kinds)
@@ -113,20 +113,20 @@ class Lines:
         self.before, self.written = changed[: len(self.before)], changed[len(self.before) :]
 
     def end(self, document: dict) -> None:
-        """Print the outcome as one JSON object, the last line."""
+        """Print the outcome as one JSON object, the last line of the output."""
         output = None if self.path is None else str(self.path)
         print(json.dumps(document | {"output": output, "seconds": round(self.seconds, 1)}, ensure_ascii=False))
 
 
 def verdict(lines: Sequence[dict], ours: Sequence[str]) -> int:
-    """The exit code for timed kernels: 1 where one of ours gave wrong numbers, or where nothing was timed."""
+    """Return the exit code for timed kernels: 1 if a kernel of ours was wrong or nothing was timed, else 0."""
     wrong = [line for line in lines if line["kernel"] in ours and (line["reason"] or "").startswith("wrong")]
     return int(bool(wrong) or not any(line["us"] for line in lines))
 
 
 def main(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """`run` where there is a GPU, or in a dry run; returns the exit code."""
+    """Call `run` if there is a GPU or this is a dry run. Return the exit code."""
     if options.dry_run or torch.cuda.is_available():
         return run(options)
-    print("this needs a CUDA GPU, and torch sees none here; --dry-run shows what it does", file=sys.stderr)
+    print("this command needs a CUDA GPU, and torch finds none; use --dry-run to try it on a CPU", file=sys.stderr)
     return NO_GPU

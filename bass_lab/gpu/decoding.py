@@ -1,14 +1,14 @@
-"""`make bench-gpu`: how close to the hardware, and how far ahead of regular decoding? The sizes people serve, on a GPU.
+"""`make bench-gpu`: time decoding at real sizes on a GPU, relative to the hardware's limits and to regular decoding.
 
-Models of real shapes with dummy weights decode at forced acceptance (`SyntheticAcceptance`), so nothing is downloaded
-and every α can be had; every line says `synthetic`. All else is real: passes over all weights, a ragged cache,
-verification, the loop. Speed without exactness is no result: when all is timed, the embedded pair decodes with its
-passes made as those that were timed, compiled and recorded, and the verdict joins every line. GPU time is dear: what
-was timed is kept whatever happens then.
+Models of real shapes with dummy weights decode with forced acceptance (`SyntheticAcceptance`), so nothing is downloaded
+and any α is possible. Every line has the field `synthetic`. Everything else is real: passes over all weights, a ragged
+cache, verification, the loop. Exactness is checked after the timing: the embedded pair decodes with the same settings
+(compiled layers, CUDA graphs), and the verdict is added to every line. Lines are written before this check, so a
+failure loses no measurement.
 
-Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
-bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
-`Clock.latencies`, utilisation as in `roofline.utilisation`.
+Every repeat of a method is followed by a repeat of regular decoding within a minute. A speed-up is the ratio of the
+two. The limits (a copy's bandwidth, a matrix product's rate) are measured in the same run. `Clock.latencies` defines
+latencies, and `roofline.utilisation` defines utilisation.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, StepWork
 from bass_lab.named_pairs import named_pair
 from bass_lab.texts.prompt_sets import prompt_set
 
-CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
+CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and the largest deviation
 NEW = 128  # tokens per row
-PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
+PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: 7.8B, batch 8, an A100
 
 KINDS = ("gpu_speed", "gpu_failure")
 UNCHECKED = {"passed": None}
@@ -53,13 +53,13 @@ UNCHECKED = {"passed": None}
 
 
 def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
-    """What regular and drafting steps took beyond these costs: seconds per pass of either model, per token that is
-    verified and per step, as `modelled_costs` takes them. Medians over the steps."""
+    """Return the excess of measured steps over these costs: seconds per pass of either model, per verified token and
+    per step, as arguments of `modelled_costs`. Medians over steps."""
     times = {name: (name, "first") for name in ("draft_ms", "verify_ms", "other_ms")}
     decode = steps[steps.kind == "decode"].groupby("step").agg(
         batch=("row", "size"), k=("drafted", "max"), keys=("kv_length", "mean"), **times
     )  # fmt: skip
-    keys = decode["keys"] - 1  # the last token is not cached yet
+    keys = decode["keys"] - 1  # the last token is not in the cache yet
     verifying = decode.verify_ms / 1e3 - roof.target(decode.batch, decode.k + 1, keys)
     launch = max(float(verifying[decode.k == 0].median()), 0.0)
     drafting = decode[decode.k > 0]
@@ -74,12 +74,12 @@ def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
 
 
 def _one_after_the_other(runs: Sequence[Repeat]) -> pd.DataFrame:
-    """Steps of several runs, each with a number of its own."""
+    """Return the steps of several runs with unique step numbers."""
     return pd.concat([run.steps.assign(step=run.steps.step + 10**6 * number) for number, run in enumerate(runs)])
 
 
 def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int = SPREAD) -> list[Tensor]:
-    """Random ids, evenly spread lengths around `context`."""
+    """Return prompts of random ids with evenly spread lengths around `context`."""
     generator = torch.Generator().manual_seed(batch)
     lengths = np.linspace(context - spread, context + spread, batch).round() if batch > 1 else [context]
     vocabulary = pair.target.config.get_text_config().vocab_size
@@ -91,7 +91,7 @@ def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int 
 
 @dataclass(frozen=True)
 class GpuBenchmark:
-    """What all groups share. out_of_time: asked before each way."""
+    """Settings of all groups. out_of_time is called before each method."""
 
     device: Device
     repeats: int = 3
@@ -101,9 +101,9 @@ class GpuBenchmark:
     out_of_time: Callable[[], bool] = lambda: False
 
     def group(self, pair: ModelPair, group: Group) -> Iterator[dict]:
-        """A record per way, or the reason why there is none; each repeat is followed by one of regular decoding.
+        """Yield a record per method, or a line with the reason of its failure.
 
-        Raises `DeviceLost` after such a reason if nothing more can be measured.
+        Each repeat is followed by a repeat of regular decoding. Raises DeviceLost if a failure broke the device.
         """
         work = StepWork.of(pair.target), None if pair.draft is None else StepWork.of(pair.draft)
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
@@ -119,11 +119,11 @@ class GpuBenchmark:
                         cost = cost or self._costs(pair, prompts, work, regular)
                     runs = self._runs(pair, way, prompts, cost)
                     line = self._line(runs, *self._paired(runs, regular), work)
-                except Exception as error:  # memory, compilers, drivers: the other ways go on
+                except Exception as error:  # of memory, compilers or drivers: continue with the next method
                     reason = (str(error).strip() or "no reason given").splitlines()[0][:600]
                     line = {"schema": "gpu_failure", "reason": f"{type(error).__name__}: {reason}"}
                     if regular is not None and regular.session is not None and not regular.session.idle:
-                        regular.close()  # its rows have not ended: the next way needs another
+                        regular.close()  # its rows have not finished, so the next method needs a new session
                         regular = None
                 finally:
                     if runs is not None:
@@ -141,8 +141,8 @@ class GpuBenchmark:
     def _costs(
         self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[StepWork, StepWork | None], regular: RepeatedWay
     ) -> CostModel:
-        """The roofline's, and what regular steps and those of `PROBE` take beyond it: with neither could a best length
-        be told."""
+        """Return the roofline's costs plus the measured excess of regular steps and of `PROBE`'s steps. The best draft
+        length depends on both."""
         bounds = [each and Roofline(each, self.device) for each in work]
         runs, found = self._runs(pair, PROBE, prompts), []
         try:
@@ -156,13 +156,13 @@ class GpuBenchmark:
     def _runs(
         self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None = None
     ) -> RepeatedWay:
-        """The way as this device can go it: a dry run on a CPU has neither kernels nor graphs."""
+        """Return the repeats of a method. A dry run on a CPU uses neither kernels nor graphs."""
         if pair.device.type != "cuda" and way.method != "transformers":
             way = replace(way, attention="pad" if way.attention == "ragged" else way.attention, compile="off")
         return RepeatedWay(pair, way, prompts, cost, self.new)
 
     def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[Repeat, Repeat]], int]:
-        """Repeats of the way and of regular decoding, and how many of them are disturbed."""
+        """Return paired repeats of the method and of regular decoding, and the number of disturbed pairs."""
         for each in (runs, regular):
             each.warm_up()
         found = counted_repeats(
@@ -204,7 +204,7 @@ class GpuBenchmark:
             "matrix_tflops": self.device.flops / 1e12,
             "dtype": str(runs.pair.target.dtype).removeprefix("torch."),
             "exactness": UNCHECKED,
-            "synthetic": True,  # the weights are
+            "synthetic": True,  # dummy weights
         }
         if runs.session is None:
             return line
@@ -221,10 +221,10 @@ class GpuBenchmark:
 
 
 def checked(device: str, attention: str, compile: str, new: int = 24) -> dict:
-    """Whether the embedded pair decodes exactly on this device with its passes made in that way: greedy text is that of
-    the row alone, coupled text that of regular decoding. It has failed, too, where passes were made in another way.
+    """Return the verdict on the exactness of the embedded pair on this device with these settings.
 
-    Few shapes, since each is compiled: `bass verify` looks at all.
+    Greedy text must equal that of the row alone, and coupled text that of regular decoding. The check also fails if the
+    session used other settings. `bass verify` checks more shapes; here each shape is compiled.
     """
     pair, options = load_pair(device=device, dtype="float32"), {"max_new_tokens": new, "eos_token_id": ()}
     prompts = token_ids(pair, prompt_set("mini", 4))
@@ -253,16 +253,16 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = command.parser(
         "gpu",
         "Time decoding at real sizes on a CUDA GPU.",
-        quick="the 7.8B shape alone, about three minutes",
-        peers="transformers' own generate, which wants a process of its own",
-        dry_run="tiny models on the CPU: what would be done",
+        quick="only the 7.8B shape, about three minutes",
+        peers="only transformers' generate, which needs a separate process",
+        dry_run="tiny models on the CPU, to try the command",
     )
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args(given)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write way by way. Returns the exit code."""
+    """Measure and write method by method. Return the exit code."""
     dry, limit = options.dry_run, 165 if options.quick or options.peers else 540
     lines, name = Lines.of(options, *KINDS, limit=limit, also=["transformers"]), "cpu" if dry else "cuda"
     peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
@@ -282,7 +282,7 @@ def run(options: argparse.Namespace) -> int:
     timed = [line for line in lines.known if "exactness" in line]
     verdicts = {line["exactness"]["passed"] for line in timed if line["method"] != PEER.method}
     passed = None if verdicts <= {None} else verdicts == {True}
-    fine = passed or (bool(timed) and not verdicts)  # transformers' own way alone
+    fine = passed or (bool(timed) and not verdicts)  # only transformers' generate
     ways, left = len(lines.written) - failed, sum(len(_left(group, lines)) for group in groups)
     left_out = left - len(lines.written)
     lines.end({"ways": ways, "failed": failed, "left_out": left_out, "lost": lost, "passed": passed})
@@ -290,7 +290,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _left(group: Group, lines: Lines) -> tuple[PlannedMethod, ...]:
-    """What a run that is resumed has not measured."""
+    """Return the methods that the resumed run has not measured."""
     asked = {"shape": group.shape, "batch": group.batch}
     return tuple(way for way in group.ways if not lines.has(**asked, way=str(way)))
 
@@ -300,15 +300,15 @@ def _is_unchecked(line: dict) -> bool:
 
 
 def _made(line: dict) -> tuple[str, str]:
-    """How its passes were made."""
+    """Return the attention and the compile mode of a line."""
     return line["attention"], line["compile"]
 
 
 def _look_at(lines: Lines, device: str, made: tuple[str, str]) -> None:
-    """Check the embedded pair with its passes made so, and tell the lines of ways that made theirs so."""
+    """Check the embedded pair with these settings, and add the verdict to the lines with the same settings."""
     verdict = checked(device, *made)
     lines.amend(lambda line: line | {"exactness": verdict} if _is_unchecked(line) and _made(line) == made else line)
-    print(f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}")
+    print(f"exactness of the embedded pair with these settings: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}")
 
 
 def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: Lines, device: str) -> None:
@@ -339,15 +339,15 @@ def _load(shape: str, device: str) -> ModelPair:
 
 
 def table(lines: Sequence[dict]) -> str:
-    """The records of one group as text."""
+    """Return the records of a group as a text table."""
     first, rows = lines[0], []
     shares = {"of bandwidth": ("bandwidth", ".0%"), "verified": ("verified", ".1%"), "emitted": ("emitted", ".1%")}
     for line in lines:
         used = line["utilisation"] or {}
-        row = {"way": " ".join(filter(None, (line["method"], line["policy"]))), "α": records.text(line["alpha"], "g")}
+        row = {"name": " ".join(filter(None, (line["method"], line["policy"]))), "α": records.text(line["alpha"], "g")}
         row |= {"attention": line["attention"], "compile": line["compile"], "ms/token": f"{line['mean_ms']:.2f}"}
         row |= {"first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}"}
-        row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "over regular": str(Ratio(**line["over_regular"]))}
+        row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "÷ regular": str(Ratio(**line["over_regular"]))}
         row |= {"tokens/step": records.text(line["tokens_per_step"], ".2f")}
         row |= {title: records.text(used.get(name), form) for title, (name, form) in shares.items()}
         rows.append(row | {"host": records.text(line["host_share"], ".1%")})
@@ -356,14 +356,14 @@ def table(lines: Sequence[dict]) -> str:
 
 
 def paper_at(bandwidth: float) -> tuple[float, float]:
-    """The paper's `PAPER_MS` at another memory bandwidth (bytes/s), from either A100: what it would be if bytes were
-    all that counts. For devices on which a 7.8B model fits."""
+    """Return `PAPER_MS` scaled to another memory bandwidth (bytes/s), from both A100 versions. This holds if bandwidth
+    alone counts and the 7.8B model fits on the device."""
     slow, fast = A100_BANDWIDTH
     return PAPER_MS * slow / bandwidth, PAPER_MS * fast / bandwidth
 
 
 def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
-    """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
+    """Return a text with the roofline of regular decoding, and the paper's figure scaled by bandwidth."""
     keys, bandwidth = benchmark.context + benchmark.new / 2, benchmark.device.bandwidth
     roof = 1e3 * Roofline(StepWork.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
     text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"

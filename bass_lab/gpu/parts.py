@@ -1,6 +1,6 @@
-"""Stages of `gpu` that are neither tests nor benchmarks: exactness, costs, memory errors and races, the lessons.
+"""Stages of `make gpu` besides tests and benchmarks: exactness, costs, memory errors and races, lessons.
 
-Each adds case by case.
+Each stage writes case by case.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from bass_lab.study import calibration, cost_check, recording
 from bass_lab.texts.prompt_sets import prompt_set
 
 WATCHED = 120  # seconds for a test under compute-sanitizer
-# It gives up a program that has not come to the GPU within ten seconds, unless told.
+# By default compute-sanitizer stops a program that does not use the GPU within ten seconds.
 SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED // 2), "--show-backtrace", "no", "--tool"]
 
 
 class PartFile(Lines):
-    """A file of JSON lines, one per case. failed: cases of this run."""
+    """A file of JSON lines, one per case. failed: failed cases of this run."""
 
     def __init__(self, file: Path):
         super().__init__(file, "stage", also=["transformers"])
         self.failed: list[str] = []
 
     def case(self, name: str, measure: Callable[[], dict]) -> None:
-        """What it measures, or why it did not, unless it stands there already."""
+        """Write the measured case or the reason of its failure, unless the file already has the case."""
         if self.has(case=name):
             return
         started = time.perf_counter()
         try:
             found = measure()
-        except Exception as error:  # the other cases go on
+        except Exception as error:  # continue with the next case
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         if "failed" in found:
             self.failed.append(name)
@@ -57,7 +57,7 @@ class PartFile(Lines):
 
 
 def check(folder: Path, rehearse: bool) -> PartFile:
-    """`bass verify` of the embedded pair, with steps recorded, compiled, and both."""
+    """Run `bass verify` on the embedded pair with CUDA graphs, without and with compiled layers."""
     pair, part = bass.load_pair(), PartFile(folder / "exactness.jsonl")
     fewer = {"samples": 1000, "max_new_tokens": 8} if rehearse else {"samples": 2000, "max_new_tokens": 24}
     for way in ("off", "compiled") if rehearse else ("graphs", "compiled+graphs"):
@@ -71,7 +71,7 @@ def check(folder: Path, rehearse: bool) -> PartFile:
 
 
 def costs(folder: Path, rehearse: bool) -> PartFile:
-    """Costs of the embedded pair's steps, predicted decode times beside real ones, a timeline, recorded acceptance."""
+    """Measure the embedded pair's costs, a timeline, predicted and real decode times, and acceptance."""
     pair, part = bass.load_pair(), PartFile(folder / "costs_check.jsonl")
     file, profiled, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
     batches = (1, 2) if rehearse else (1, 2, 4, 8, 16, 32)
@@ -104,10 +104,9 @@ def costs(folder: Path, rehearse: bool) -> PartFile:
 
 
 def timeline(session: bass.Session, prompts: Sequence, max_new_tokens: int) -> Profile:
-    """A profile of these prompts' decoding in which nothing is compiled or recorded.
+    """Return a profile of decoding these prompts, without compilation and graph capture.
 
-    So they were decoded before, and under a profiler as well: there no step is launched ahead, and where rows end one
-    by one that takes other recordings.
+    The warm-up runs are profiled too, because a profiled session launches no step ahead and so needs other graphs.
     """
     for _ in range(WARM_UPS + 1):
         with profile() as found:
@@ -119,22 +118,22 @@ def timeline(session: bass.Session, prompts: Sequence, max_new_tokens: int) -> P
 
 
 def sanitized(folder: Path, rehearse: bool) -> PartFile:
-    """Every kernel on small shapes, watched for wrong memory accesses and for races between threads.
+    """Run every kernel on small shapes under memcheck and racecheck.
 
-    First all of them without a watcher, which compiles what the others use; if one fails there, that is all.
+    All tests run without a sanitizer first, which compiles the kernels. If a test fails, the stage ends.
     """
     part, file = PartFile(folder / "sanitizers.jsonl"), records.ROOT / "tests/gpu/test_gpu_small.py"
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
-    # Out of a pool an access behind a tensor's end would meet the next tensor.
+    # Without torch's memory pool an access beyond a tensor's end does not hit the next tensor.
     surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def passed(tool: str | None, test: str) -> dict:
         pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"{file}{test}"]
         watched = [*SANITIZER, tool] if tool else []
-        with tempfile.TemporaryFile("w+") as output:  # a pipe would be held open by what is left of a program
+        with tempfile.TemporaryFile("w+") as output:  # leftover processes would keep a pipe open
             how = {"cwd": records.ROOT, "env": surroundings, "stdout": output, "stderr": subprocess.STDOUT}
             try:
-                limit = WATCHED if tool else 2 * WATCHED  # these compile
+                limit = WATCHED if tool else 2 * WATCHED  # includes compilation
                 code = subprocess.run([*watched, *pytest], timeout=limit, **how).returncode
             except subprocess.TimeoutExpired:
                 code = f"none within {limit} s"
@@ -154,13 +153,13 @@ def sanitized(folder: Path, rehearse: bool) -> PartFile:
         f"{tool} {test}": (tool, f"::{test}") for test, tool in itertools.product(tests, ("memcheck", "racecheck"))
     }
     tried = {line["case"] for line in part.before}
-    for case in sorted(cases, key=tried.__contains__):  # what took too long before lets the others go first
+    for case in sorted(cases, key=tried.__contains__):  # cases that an earlier run tried go last
         part.case(case, lambda case=case: passed(*cases[case]))
     return part
 
 
 def lessons(folder: Path, rehearse: bool) -> PartFile:
-    """Every lesson by papermill, or the first alone."""
+    """Execute every lesson with papermill; a rehearsal executes only the first."""
     import papermill
 
     part = PartFile(folder / "notebooks.jsonl")

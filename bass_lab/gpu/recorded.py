@@ -1,4 +1,4 @@
-"""What GPUs recorded (`make gpu`, collected into bass_lab/assets/records), for lessons that run where there is none.
+"""Records of GPUs (from `make gpu`, in bass_lab/assets/records), for lessons on machines without a GPU.
 
 recorded = gpu_record("costs")
 print(recorded or NONE)
@@ -21,16 +21,16 @@ from bass_lab.measure import records
 from bass_lab.measure.plan import DRY
 from bass_lab.measure.profiling import Profile
 
-NONE = "Nothing of this is recorded on a GPU yet. On a machine that has one, `make gpu` records it."
+NONE = "There is no GPU record of this kind yet. Run `make gpu` on a machine with a GPU."
 KERNEL_CASE = ("kernel", "model", "batch", "query_length", "kv_length", "distribution", "dtype")
 WAY = ("shape", "batch", "way")
 
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """content: what the reader of its kind gives (`READERS`). device, dtype, versions and commit, as far as it says.
+    """A record with its origin. content: as returned by the reader of its kind (`READERS`).
 
-    synthetic: weights or acceptance are made up. failed: cases that have a reason instead of a time.
+    synthetic: weights or acceptance are synthetic. failed: number of cases with a reason instead of a time.
     """
 
     content: CostModel | Profile | pd.DataFrame
@@ -44,22 +44,22 @@ class GpuRecord:
 
     @property
     def name(self) -> str:
-        """Short, for a legend."""
+        """Return a short name for a legend."""
         return f"{self.device.removeprefix('NVIDIA ')} (recorded)"
 
     def __str__(self) -> str:
-        """Where it comes from, in a line."""
+        """Return the origin in one line."""
         parts = [self.dtype, f"torch {self.torch}", self.commit and f"commit {self.commit}"]
-        parts += ["synthetic: made-up weights or acceptance"] * self.synthetic
+        parts += ["synthetic weights or acceptance"] * self.synthetic
         parts += [f"{self.failed} cases have a reason instead of a time"] * (self.failed > 0)
         return f"Recorded on {self.device}: {', '.join(filter(None, parts))}"
 
 
 def gpu_record(kind: str, folder: str | Path | None = None) -> GpuRecord | None:
-    """The record of this kind (of `READERS`) that a GPU made: the first by its device's name, None where there is none.
+    """Return the GPU record of this kind (see `READERS`), the first by device name, or None if there is none.
 
-    folder: None is where records are kept. A rehearsal on a CPU is no record. Raises ValueError for another kind,
-    and for a file that holds something else.
+    folder: default is the folder of the project's records. Rehearsals on a CPU do not count. Raises ValueError for an
+    unknown kind and for a file of another kind.
     """
     checks.one_of("kind", kind, READERS)
     ending, _ = READERS[kind]
@@ -69,19 +69,19 @@ def gpu_record(kind: str, folder: str | Path | None = None) -> GpuRecord | None:
 
 
 def read(kind: str, path: str | Path) -> GpuRecord:
-    """The record of this kind in a file, of whatever device."""
+    """Return the record of this kind in a file, from any device."""
     _, reader = READERS[kind]
     return reader(Path(path))
 
 
 def _costs(path: Path) -> GpuRecord:
-    """A `CostModel` of the embedded pair."""
+    """Read a `CostModel` of the embedded pair."""
     cost = CostModel.load(path)
     return _of_one_place(cost, cost.measured | {"device": cost.device}, synthetic=cost.is_synthetic)
 
 
 def _timeline(path: Path) -> GpuRecord:
-    """A `Profile` of the embedded pair."""
+    """Read a `Profile` of the embedded pair."""
     found = Profile.load(path)
     return _of_one_place(found, found.about)
 
@@ -92,16 +92,16 @@ def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = F
 
 
 def _kernels(path: Path) -> GpuRecord:
-    """Kernels and their peers that were timed on a GPU, a line per case."""
+    """Read kernels and peers that were timed on a GPU, one line per case."""
     lines = _latest(_read(path, "kernel"), KERNEL_CASE)
     return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
 
 
 def _ways(path: Path) -> GpuRecord:
-    """Ways to decode at real sizes, transformers' own (peers_*) with them, a line per shape, batch and way.
+    """Read decoding methods at real sizes, with transformers' generate (peers_*): one line per shape, batch and method.
 
-    Fields as of `gpu.decoding`, `over_regular` flattened as by `records.frame`; exact: whether the embedded pair
-    decoded exactly in this way (None: nobody looked, as at transformers' own).
+    Fields are as in `gpu.decoding`, with `over_regular` flattened by `records.frame`. exact: the embedded pair decoded
+    exactly with these settings (None: not checked, as for transformers' generate).
     """
     peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
     lines = [line for each in (path, peers) if each.exists() for line in _read(each, *decoding.KINDS)]
@@ -118,7 +118,7 @@ def _read(path: Path, *kinds: str) -> list[dict]:
 
 
 def _latest(lines: Iterable[dict], case: Sequence[str]) -> list[dict]:
-    """One line per case: what was measured again counts as it came out then."""
+    """Return the latest line of each case."""
     return list({tuple(line[name] for name in case): line for line in lines}.values())
 
 

@@ -1,12 +1,12 @@
-"""`make gpu`: what a GPU is asked, in stages of minutes, the ones worth most first.
+"""`make gpu`: everything that needs a GPU, in stages of minutes, the most valuable first.
 
-    python -m bass_lab.gpu.stages FOLDER                    every stage
-    python -m bass_lab.gpu.stages FOLDER --stage decode     one; cut short and called again, it goes on
-    python -m bass_lab.gpu.stages FOLDER --rehearse         on a CPU, tiny: times that mean nothing, and every file
-    python -m bass_lab.gpu.stages FOLDER --collect          what came back, into bass_lab/assets/records
+    python -m bass_lab.gpu.stages FOLDER                    all stages
+    python -m bass_lab.gpu.stages FOLDER --stage decode     one stage; a second call resumes an interrupted stage
+    python -m bass_lab.gpu.stages FOLDER --rehearse         tiny run on a CPU: meaningless times, but every file
+    python -m bass_lab.gpu.stages FOLDER --collect          copy the files into bass_lab/assets/records
 
-A stage is a program with a time limit of its own. It adds to its files case by case and leaves out what stands there
-already, of this device and commit. It needs torch, triton, transformers, pandas and pytest; the last one papermill.
+Each stage is a program with its own time limit. It appends to its files case by case and skips cases that the files
+have for this device and commit. Stages need torch, triton, transformers, pandas and pytest; the last needs papermill.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from bass_lab.gpu.command import NO_GPU
 from bass_lab.measure import records
 
-Command = Callable[[str, str, bool], list[str]]  # of folder, seconds and whether it is rehearsed: python's arguments
+Command = Callable[[str, str, bool], list[str]]  # (folder, seconds, rehearse) -> arguments of python
 
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: its limit. files: what it writes. needs: a module without which it is left out; program: a program."""
+    """seconds: time limit. files: output. needs, program: module and program without which the stage is skipped."""
 
     about: str
     seconds: int
@@ -49,13 +49,13 @@ class Stage:
 def _tests(folder: str, seconds: str, rehearse: bool) -> list[str]:
     at_once = ["-n", "auto", "--maxprocesses", "16"] if _installed("xdist") and not rehearse else []
     each = ["--timeout", "300"] if _installed("pytest_timeout") else []
-    files = sorted((records.ROOT / "tests").rglob("test_*.py"))  # others import what a GPU box may lack
+    files = sorted((records.ROOT / "tests").rglob("test_*.py"))  # other tests import packages that a GPU box may lack
     marked = [str(file) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
     return ["-m", "pytest", "-m", "gpu", "-q", "-p", "gpu_log", "-p", "no:cacheprovider", *at_once, *each, *marked]
 
 
 def _timed(module: str, file: str, size: str | None = None, after: float = 0.0) -> Command:
-    """after: seconds that it takes once it begins nothing new."""
+    """Return the command of a benchmark. after: seconds between the start of its last case and its end."""
 
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
         sizes = ["--dry-run"] if rehearse else [size] if size else []
@@ -72,16 +72,16 @@ def _part(name: str) -> Command:
     return command
 
 
-EXACTNESS = 130.0  # seconds of its last way, and of looking at what was decoded
+EXACTNESS = 130.0  # seconds of the last method and the exactness check
 _decoding = partial(_timed, "decoding", after=EXACTNESS)
 COSTS = ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz")
 WATCH = "compute-sanitizer"
 STAGES = {
-    "tests": Stage("the GPU tests, as many at a time as there are cores", 400, ("tests.jsonl",), _tests),
+    "tests": Stage("the GPU tests, in parallel on all cores", 400, ("tests.jsonl",), _tests),
     "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("kernels", "kernels.jsonl")),
     "decode": Stage("7.8B + 310M: regular and batched", 460, ("gpu.jsonl",), _decoding("gpu.jsonl", "--quick")),
-    "peers": Stage("the same by transformers' generate", 300, ("peers.jsonl",), _decoding("peers.jsonl", "--peers")),
-    "exactness": Stage("`bass verify`, recorded and compiled", 460, ("exactness.jsonl",), _part("exactness")),
+    "peers": Stage("the same with transformers' generate", 300, ("peers.jsonl",), _decoding("peers.jsonl", "--peers")),
+    "exactness": Stage("`bass verify`, CUDA graphs and compiled layers", 460, ("exactness.jsonl",), _part("exactness")),
     "costs": Stage("costs of steps, a profile, recorded acceptance", 460, COSTS, _part("costs")),
     "products": Stage("INT8 and INT4 products", 260, ("products.jsonl",), _timed("kernels.products", "products.jsonl")),
     "sanitizers": Stage(f"kernels under {WATCH}", 460, ("sanitizers.jsonl",), _part("sanitizers"), program=WATCH),
@@ -90,7 +90,7 @@ STAGES = {
 
 
 def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None = None) -> dict:
-    """One stage, ended at its limit: a summary of what came of it, its files by lines or bytes."""
+    """Run a stage, at most until its time limit. Return a summary with the size of its files in lines or bytes."""
     stage, started = STAGES[name], time.monotonic()
     summary = {"stage": name, "about": stage.about}
     missing = stage.needs if stage.needs and not _installed(stage.needs) else None
@@ -113,7 +113,7 @@ def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None =
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
         code = None
-    finally:  # after a Ctrl-C, too: nothing it started is left
+    finally:  # also after Ctrl-C: kill all processes of the stage
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -130,10 +130,10 @@ def _size(file: Path) -> str:
 
 
 def collect(folder: Path) -> list[Path]:
-    """Copy what stages wrote into this repository's records, under the device's name; the new files."""
+    """Copy the stages' files into this repository's records, named by device. Return the new files."""
     lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     if not lines:
-        raise ValueError(f"{folder} holds no line of a stage")
+        raise ValueError(f"{folder} holds no line of a stage; run the stages into it first")
     device = json.loads(lines[0])["device"]
     written = []
     for file in (folder / file for stage in STAGES.values() for file in stage.files):
@@ -150,19 +150,19 @@ def _installed(module: str) -> bool:
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gpu", description="What a GPU is asked, in stages of minutes.")
-    parser.add_argument("folder", type=Path, help="where their files are, or are to be")
+    parser = argparse.ArgumentParser(prog="gpu", description="Run everything that needs a GPU, in stages of minutes.")
+    parser.add_argument("folder", type=Path, help="folder of the stages' files")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--stage", choices=STAGES, help="this one alone")
-    what.add_argument("--collect", action="store_true", help="copy what came back into bass_lab/assets/records")
-    parser.add_argument("--seconds", type=float, help="limit of each stage (else its own)")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: tiny, in times that mean nothing")
+    what.add_argument("--stage", choices=STAGES, help="run only this stage")
+    what.add_argument("--collect", action="store_true", help="copy the files into bass_lab/assets/records")
+    parser.add_argument("--seconds", type=float, help="time limit of each stage; default: its own")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny cases on a CPU, with meaningless times")
     options = parser.parse_args(given)
     if options.collect:
         print("\n".join(f"wrote {path}" for path in collect(options.folder)))
         return 0
     if not (options.rehearse or torch.cuda.is_available()):
-        print("this needs a CUDA GPU, and torch sees none here; --rehearse shows what it does", file=sys.stderr)
+        print("this command needs a CUDA GPU, and torch finds none; use --rehearse to try it on a CPU", file=sys.stderr)
         return NO_GPU
     codes = []
     for name in [options.stage] if options.stage else STAGES:

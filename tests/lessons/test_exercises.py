@@ -50,9 +50,9 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("algorithm_1", "math.ceil", "math.floor", "round length / 10 up"),
     ("algorithm_1", " - s)", ")", "s makes the draft one token shorter"),
     ("algorithm_1", "min(length + 2, 32)", "length + 2", "the limit is 32"),
-    ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))", "draft tokens are never accepted"),
+    ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))", "draft tokens are never accepted"),  # noqa: E501
     ("gaps", "max(reached, end)", "end", "(a long interval contains a short one): expected 1, got 7"),
-    ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at", "the kernel runs during the next phase"),
+    ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at", "the kernel runs during the next phase"),  # noqa: E501
     ("owner", "in kernels]", "in dict(kernels).items()]", "(a CUDA graph: three"),
     ("merge", "torch.where(lse == -torch.inf, 0.0, lse)", "lse", "(nothing in either): out should be [0.0"),
     ("merge", "lse = torch.logaddexp(lse_a, lse_b)", "lse = (lse_a.exp() + lse_b.exp()).log()", "(scores near 1000)"),
@@ -75,7 +75,7 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("lossy_law", "refused * a for", "0 for", "draws that replace rejected tokens are missing"),
     ("lossy_law", "a >= epsilon * max(p)", "b >= epsilon * max(q)", "compare p with the limit, not q"),
     ("lossy_law", ">= epsilon", "> epsilon", "exactly at the limit is accepted"),
-    ("goodput", "for arrived, _, first, ended, tokens", "for _, arrived, first, ended, tokens", "the wait starts at the arrival"),
+    ("goodput", "for arrived, _, first, ended, tokens", "for _, arrived, first, ended, tokens", "the wait starts at the arrival"),  # noqa: E501
     ("goodput", "(tokens - 1)", "tokens", "n tokens have n - 1 gaps"),
     ("goodput", " - requests[0][0])", ")", "first arrival"),
     ("source_mask", "< torch", ">= torch", "may *not* attend"),

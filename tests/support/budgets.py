@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 8000,
-    "core": 9850,
+    "thin core": 7900,
+    "core": 9800,
     "core files": 46,
-    "tests": 27_900,
-    "all": 66_100,
+    "tests": 27_750,
+    "all": 65_850,
 }  # current values, to be lowered
 
 

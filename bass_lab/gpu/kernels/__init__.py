@@ -1,5 +1,5 @@
-"""Ragged-attention kernels against their peers on a GPU: `PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels`.
+"""Time ragged-attention kernels and their peers on a GPU: `PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels`.
 
-Correct first, against float64; then CUDA graphs over KV sets that together do not fit the L2 cache, all kernels in
-turn, beside the bandwidth of a copy. `--dry-run` goes through all of it on a CPU, in times that mean nothing.
+Kernels are checked against float64 first. CUDA graphs over KV sets that exceed the L2 cache are then timed interleaved,
+with the bandwidth of a copy. `--dry-run` runs everything on a CPU, with meaningless times.
 """

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels`: print a table per case, and JSON as the last line."""
+"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels`: print a table per case, then a JSON line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bass_lab.gpu.kernels.peers import OURS, PEERS
 from bass_lab.gpu.kernels.timing import Timer
 from bass_lab.measure.roofline import copy_bandwidth
 
-SECONDS = 450.0  # a run without --all ends here
+SECONDS = 450.0  # limit of a run without --all
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -27,12 +27,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "kernels",
         "Time ragged-attention kernels against their peers.",
         quick="few cases, about a minute",
-        all="every case; takes long, see --models and --batches",
-        dry_run="one tiny case on the CPU, in times that mean nothing",
+        all="every case; takes long, narrow with --models and --batches",
+        dry_run="one tiny case on the CPU, with meaningless times",
     )
     parser.add_argument("--models", nargs="+", choices=cases.MODELS, default=cases.MODELS)
     parser.add_argument("--batches", nargs="+", type=int, choices=cases.BATCHES)
-    parser.add_argument("--kernels", nargs="+", choices=PEERS, help="only these")
+    parser.add_argument("--kernels", nargs="+", choices=PEERS, help="kernels to time; default: all")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
 
@@ -47,7 +47,7 @@ def chosen_cases(options: argparse.Namespace) -> list[cases.Case]:
 
 
 def environment() -> dict[str, str | None]:
-    """Versions that count for kernels alone."""
+    """Return the versions that matter only for kernels."""
     return {"driver": _driver(), "triton": triton.__version__, "flashinfer": _installed("flashinfer-python")}
 
 
@@ -68,10 +68,10 @@ def _installed(package: str) -> str | None:
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
-    """Measure and write case by case. Returns the exit code."""
+    """Measure and write case by case. Return the exit code."""
     lines = Lines.of(options, "kernel", limit=math.inf if options.all else SECONDS)
     timer, versions, lost = Timer(torch.device("cpu" if options.dry_run else "cuda")), environment(), None
-    copy = lines.copy_bandwidth(timer.device, "a dry run, its times mean nothing" if options.dry_run else "")
+    copy = lines.copy_bandwidth(timer.device, "a dry run with meaningless times" if options.dry_run else "")
 
     def measured(case: cases.Case) -> str:
         nonlocal lost

@@ -1,4 +1,4 @@
-"""What is measured: the attention shapes of three models, with query lengths and KV lengths of speculative decoding."""
+"""Cases to measure: attention shapes of three models, with query and KV lengths of speculative decoding."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LONG_QUERY_LENGTHS = (9, 17)  # measured on a subset
 KV_LENGTHS = (2048, 8192, 512)
 DISTRIBUTIONS = ("ragged", "uniform", "lognormal")
 SPREAD = 0.6  # standard deviation of the logarithm of a lognormal length
-PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of newer torch versions accept
+PAGE = 256  # slots come in whole pages; newer flash kernels of torch accept no smaller page
 
 
 MODELS = list(roofline.MODELS)
-# Of these, heads and layers count (a plan is made once for all layers); weights play no part. tiny: of a dry run.
+# Only heads and layers matter, since layers share a plan. tiny: the dry run.
 WORK = roofline.MODELS | {"tiny": StepWork(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call of one layer. `kv_length` is the mean over the rows, the new tokens included."""
+    """One attention call of one layer. `kv_length` is the mean over the rows, including new tokens."""
 
     model: str
     batch: int
@@ -47,14 +47,14 @@ class Case:
 
     @property
     def work(self) -> StepWork:
-        """What the model's attention reads, in this case's dtype."""
+        """Return the work of the model's attention in this case's dtype."""
         return replace(WORK[self.model], element=getattr(torch, self.dtype).itemsize)
 
     def lengths(self, seed: int) -> list[int]:
-        """KV length of every row; their mean is `kv_length` but for rounding. The seed fixes the rows' order only.
+        """Return the KV length of every row, with mean `kv_length` up to rounding. The seed only shuffles the rows.
 
         uniform: all equal. ragged: evenly spread from 0.25 to 1.75 of the mean. lognormal: the quantiles
-        (i + 1/2) / batch of a lognormal distribution, whose longest of 32 rows is about 3 times the mean.
+        (i + 1/2) / batch of a lognormal distribution; the longest of 32 rows is about 3 times the mean.
         """
         if self.distribution == "uniform" or self.batch == 1:
             shares = [1.0] * self.batch
@@ -69,15 +69,15 @@ class Case:
         return lengths
 
     def slots(self, seed: int) -> int:
-        """Slots per row of the cache: the longest row in whole pages."""
+        """Return the slots per row of the cache: the longest row, rounded up to whole pages."""
         return -(-max(self.lengths(seed)) // PAGE) * PAGE
 
     def kv_bytes(self, seed: int) -> int:
-        """The floor: keys and values of every row read once. (Queries and output are under 1% of it.)"""
+        """Return the bytes of all rows' keys and values, read once. Queries and output add less than 1%."""
         return self._layer_bytes(sum(self.lengths(seed)))
 
     def cache_bytes(self, seed: int) -> int:
-        """What one KV set occupies, padding included."""
+        """Return the bytes of a KV set, padding included."""
         return self._layer_bytes(self.batch * self.slots(seed))
 
     def _layer_bytes(self, positions: int) -> int:
@@ -85,12 +85,12 @@ class Case:
 
 
 def tiny_case() -> Case:
-    """What a dry run on a CPU computes."""
+    """Return the case of a dry run on a CPU."""
     return Case("tiny", 3, 3, 40, "ragged", "float32")
 
 
 def quick_cases() -> list[Case]:
-    """A minute on an H100: each model once at batch 8, and the largest and smallest reads of one."""
+    """Return cases for a minute on an H100: each model at batch 8, and the largest and smallest read of Llama."""
     llama, mha, opt = MODELS
     return [
         Case(llama, 8, 5, 2048, "ragged"),
@@ -103,7 +103,7 @@ def quick_cases() -> list[Case]:
 
 
 def default_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:
-    """Minutes on an H100, the most telling first, since a run may be cut short."""
+    """Return cases for minutes on an H100, the most informative first, because a run may be interrupted."""
     common = list(product(KV_LENGTHS, QUERY_LENGTHS, models))
     found = [Case(model, 8, queries, keys, "ragged") for keys, queries, model in common]
     found += [Case(model, 8, queries, 2048, "ragged") for queries, model in product(LONG_QUERY_LENGTHS, models)]
@@ -115,7 +115,7 @@ def default_cases(models: list[str], batches: list[int] | None = None) -> list[C
 
 
 def all_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:
-    """Every combination; one row has one distribution."""
+    """Return every combination. A single row has only the uniform distribution."""
     return [
         Case(model, batch, query_length, kv_length, distribution)
         for batch, kv_length, distribution, query_length, model in product(

@@ -1,4 +1,4 @@
-"""One case: every kernel is checked against float64, then all that are right are timed together."""
+"""Measure a case: check every kernel against float64, then time the correct kernels interleaved."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "call
 
 @dataclass
 class KernelOutcome:
-    """A kernel's times, or the reason why there are none. `shared`: of the work that layers divide."""
+    """Times of a kernel, or the reason of their absence. `shared`: time of work that is done once for all layers."""
 
     kernel: str
     reason: str | None = None
     error: float | None = None
     timing: Timing | None = None
     shared: Timing | None = None
-    size: int | None = None  # bytes that it has to read, where kernels of a case differ
+    size: int | None = None  # bytes to read, if kernels of a case differ
 
     def fields(self, gb: float, copy: float, layers: int = 1) -> dict:
-        """Return what a record has of it. gb: that it has to read. copy: bytes per second of a copy."""
+        """Return the fields of a record. gb: gigabytes to read. copy: bytes per second of a copy."""
         timing, found = self.timing, {"error": self.error, "reason": self.reason} | dict.fromkeys(TIMES)
         if timing is None:
             return found
@@ -48,7 +48,7 @@ class KernelOutcome:
 
 
 def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list[KernelOutcome]:
-    """Outcomes of all kernels, timed in turn. Raises DeviceLost."""
+    """Return the outcomes of all kernels, timed interleaved. Raises DeviceLost."""
     device = timer.device
     timer.new_case()
     sets = tensors.number_of_sets(case.kv_bytes(seed), device)
@@ -65,17 +65,17 @@ def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list
 def timed(
     kernels: dict[str, Callable[[], Prepared]], timer: Timer, wanted: Tensor | None = None
 ) -> list[KernelOutcome]:
-    """Outcomes of all kernels, timed in turn. wanted: by all of them, in float64. Raises DeviceLost."""
+    """Return the outcomes of all kernels, timed interleaved. wanted: common float64 result. Raises DeviceLost."""
     outcomes = [attempt(kernel, prepare, timer, wanted) for kernel, prepare in kernels.items()]
     try:
         timer.measure([each for outcome in outcomes for each in (outcome.timing, outcome.shared) if each is not None])
-    except Exception as error:  # all of them ran before
+    except Exception as error:  # each kernel ran before, so the device is broken
         raise DeviceLost("unknown", _described(error, [])) from error
     return outcomes
 
 
 def _too_large(case: Case, sets: int, device: torch.device, seed: int) -> str | None:
-    """Why the case is skipped, if it does not fit: the KV sets, and as much again for peers that want their own."""
+    """Return the reason to skip a case that does not fit: KV sets and copies in the peers' layouts, or None."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info()
@@ -86,7 +86,7 @@ def _too_large(case: Case, sets: int, device: torch.device, seed: int) -> str | 
 
 
 def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: Tensor | None = None) -> KernelOutcome:
-    """Check a kernel, called and replayed, and make it ready to be timed."""
+    """Check a kernel, called and replayed, and prepare its timing."""
     outcome = KernelOutcome(kernel)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: 
                     outcome.shared = timer.prepare([prepared.shared] * timer.calls) if prepared.shared else None
         except Unavailable as unavailable:
             outcome.reason = str(unavailable)
-        except Exception as error:  # whatever a foreign kernel raises is the answer
+        except Exception as error:  # a peer may raise anything; record it
             outcome.timing, outcome.reason = None, _described(error, [str(warning.message) for warning in heard])
     if outcome.timing is None:
         try:
@@ -121,7 +121,7 @@ def _right(outcome: KernelOutcome, out: Tensor, wanted: Tensor) -> bool:
 
 
 def _described(error: Exception, warned: list[str]) -> str:
-    """An error in one line, with what was warned before: SDPA says there why the backend asked for refuses."""
+    """Return an error and earlier warnings in one line. SDPA gives a backend's reason to refuse as a warning."""
     lines = [f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]]
     for text in dict.fromkeys(warned):
         if text.strip() and "runtime disabled" not in text and "not used because" not in text:

@@ -1,9 +1,9 @@
-"""The kernels compared, ours and others', behind one interface: `prepare(inputs)` -> `Prepared`.
+"""Our kernels and their peers behind a common interface: `prepare(inputs)` -> `Prepared`.
 
-What one forward pass can do once for all its layers (masks, page tables, FlashInfer's plan) is done in
-`prepare` and not timed, in the peers' favour; only our own plan is charged. What every layer must do (expanding or
-packing heads, reducing partial results) is part of the call. Layouts that a cache could have had from the start
-(packed rows for `varlen`) are made in `prepare` too. A peer may return a view; ours return contiguous memory.
+`prepare` does the work that a forward pass does once for all layers (masks, page tables, FlashInfer's plan). This work
+is not timed, in the peers' favour; only our own plan is charged. Work of every layer (expanding or packing heads,
+reducing partial results) is part of the call. `prepare` also makes layouts that a cache could have from the start
+(packed rows for `varlen`). A peer may return a view; our kernels return contiguous memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FLASHINFER_WORKSPACE = 512 * 2**20
 
 
 class Unavailable(Exception):
-    """This kernel does not exist here or does not take this shape; the message is recorded as the reason."""
+    """The kernel is not installed or does not support this shape. The record gets the message as the reason."""
 
 
 @dataclass
 class Prepared:
-    """`calls`: one per KV set, each returning [B, Q, H, D]. `shared`: work of a pass that its layers divide.
+    """`calls`: one per KV set, each returning [B, Q, H, D]. `shared`: work that a pass does once for all layers.
 
-    wanted, size: float64 result of the first call and bytes that a call has to read, where kernels of a case differ.
+    wanted: float64 result of the first call. size: bytes that a call reads. Both only if kernels of a case differ.
     """
 
     calls: list[Callable[[], Tensor]]
@@ -50,7 +50,7 @@ class Prepared:
 
 def _require_triton(inputs: Inputs) -> None:
     if not bass_kernels.runs_on(inputs.query.device):
-        raise Unavailable("Triton kernels run on a GPU, or on a CPU under TRITON_INTERPRET=1")
+        raise Unavailable("the Triton kernels need a CUDA GPU, or TRITON_INTERPRET=1 on a CPU")
 
 
 def ragged(inputs: Inputs) -> Prepared:
@@ -82,7 +82,7 @@ def _visible_slots(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
 
 
 def sdpa(backend: SDPBackend, expand: bool, inputs: Inputs) -> Prepared:
-    """One backend, forced. `expand`: it does not take grouped heads, so KV heads are repeated in every call."""
+    """Prepare a forced backend. `expand`: repeat KV heads in every call, for backends without grouped heads."""
     bias = inputs.bias()
     group = inputs.query.shape[1] // inputs.sets[0][0].shape[1]
     grouped = group > 1 and not expand
@@ -98,7 +98,7 @@ def sdpa(backend: SDPBackend, expand: bool, inputs: Inputs) -> Prepared:
 
 
 def sdpa_packed(backend: SDPBackend, inputs: Inputs) -> Prepared:
-    """Query heads that share a KV head become more queries of it (as bass_core.model.attention): no copies."""
+    """Prepare packed heads without copies: query heads of a KV head become queries (bass_core.model.attention)."""
     batch, heads, query_length, head_dim = inputs.query.shape
     kv_heads = inputs.sets[0][0].shape[1]
     if heads == kv_heads:
@@ -122,17 +122,17 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _flat(states: Tensor) -> Tensor:
-    """[B, heads, T, D] -> [B * T, heads, D]: of queries a view, of a cache a copy in the layout that its peer wants."""
+    """Return [B, heads, T, D] as [B * T, heads, D]: a view of queries, a copy of a cache in the peer's layout."""
     return states.transpose(1, 2).flatten(0, 1)
 
 
 def varlen_attention(inputs: Inputs) -> Prepared:
-    """torch.nn.attention.varlen.varlen_attn over rows stored one after another without padding."""
+    """Prepare torch.nn.attention.varlen.varlen_attn over rows stored without padding."""
     batch, heads, query_length, head_dim = inputs.query.shape
     device = inputs.query.device
     if not inputs.query.is_cuda:
         raise Unavailable("FlashAttention needs a GPU")
-    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # torch 2.11 takes them without asking
+    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # torch 2.11 needs no flag for groups
     run = partial(
         varlen.varlen_attn,
         cu_seq_q=_cumulative([query_length] * batch, device),
@@ -153,7 +153,7 @@ def varlen_attention(inputs: Inputs) -> Prepared:
 
 
 def flash(paged: bool, inputs: Inputs) -> Prepared:
-    """aten's FlashAttention with per-row lengths over the cache as it is, seen as one long row or as pages."""
+    """Prepare aten's FlashAttention with per-row lengths over the cache, viewed as one long row or as pages."""
     batch, heads, query_length, head_dim = inputs.query.shape
     device, slots, longest = inputs.query.device, inputs.sets[0][0].shape[2], max(inputs.lengths)
     operator = torch.ops.aten._flash_attention_forward.default
@@ -162,7 +162,7 @@ def flash(paged: bool, inputs: Inputs) -> Prepared:
     options = {"seqused_k": inputs.kv_lengths}
     if paged:
         if "block_table" not in {argument.name for argument in operator._schema.arguments}:
-            raise Unavailable(f"torch {torch.__version__} has no block_table here")
+            raise Unavailable(f"FlashAttention of torch {torch.__version__} has no block_table")
         pages = batch * slots // PAGE
         options["block_table"] = torch.arange(pages, dtype=torch.int32, device=device).view(batch, -1)
     queries, keys = _cumulative([query_length] * batch, device), _cumulative([slots] * batch, device)
@@ -183,16 +183,16 @@ def flash(paged: bool, inputs: Inputs) -> Prepared:
 
 
 def flashinfer(backend: str, inputs: Inputs) -> Prepared:
-    """BatchPrefillWithPagedKVCacheWrapper over the cache seen as pages of 16 slots."""
+    """Prepare BatchPrefillWithPagedKVCacheWrapper over the cache, viewed as pages of 16 slots."""
     if not inputs.query.is_cuda:
         raise Unavailable("FlashInfer needs a GPU")
     if importlib.util.find_spec("flashinfer") is None:
         raise Unavailable("flashinfer is not installed")
     if backend in _flashinfer_failures:
-        raise Unavailable(f"failed before: {_flashinfer_failures[backend]}")
+        raise Unavailable(f"failed in an earlier case: {_flashinfer_failures[backend]}")
     try:
         return _flashinfer(backend, inputs)
-    except Exception as error:  # not tried again: an import, or nvcc, may have taken minutes to fail
+    except Exception as error:  # never retried: an import or nvcc may take minutes to fail
         _flashinfer_failures[backend] = f"{type(error).__name__}: {error}".splitlines()[0]
         raise
 
@@ -224,11 +224,11 @@ def _flashinfer(backend: str, inputs: Inputs) -> Prepared:
         q_data_type=inputs.query.dtype,
         kv_data_type=key.dtype,
     )
-    torch.cuda.synchronize(device)  # the plan travels from pinned memory
+    torch.cuda.synchronize(device)  # the plan is copied asynchronously from pinned memory
 
     def call(key: Tensor, value: Tensor) -> Tensor:
         query, cache = _flat(inputs.query), tuple(x.unflatten(0, (-1, FLASHINFER_PAGE)) for x in (key, value))
-        out = wrapper.run(query, cache, out=torch.empty_like(query))  # it would clear an output of its own
+        out = wrapper.run(query, cache, out=torch.empty_like(query))  # without `out` the wrapper clears its output
         return out.view(batch, query_length, heads, head_dim)
 
     return Prepared([partial(call, *map(_flat, kv)) for kv in inputs.sets])

@@ -1,9 +1,9 @@
-"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels.products`: few rows times INT8 and INT4 weights, against peers.
+"""Time products of few rows with INT8 and INT4 weights: `PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels.products`.
 
-Each is checked against float64 of its own weights first, then all that are right are timed in turn, by CUDA graph, over
-sets of weights that together do not fit the L2 cache, beside a copy's bandwidth in the same run; bytes are those that a
-kernel has to read. Lines are written shape by shape, the last line is one JSON document. `--dry-run` goes through all
-of it on a CPU.
+Each kernel is checked against float64 of its own weights first. The correct kernels are then timed interleaved, as CUDA
+graphs over sets of weights that exceed the L2 cache, with a copy's bandwidth in the same run. Bytes are those that a
+kernel must read. Lines are written shape by shape, and the last printed line is a JSON document. `--dry-run` runs
+everything on a CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from bass_lab.measure import records
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008)]  # outputs, inputs
 ROWS = (1, 8, 16, 48, 128)
-SECONDS = 240.0  # a run ends here
-AIM = "aim: up to 16 rows, outputs and inputs from 4096 on: 75% of a copy, and 1.6 times cuBLAS in bfloat16"
+SECONDS = 240.0  # limit of a run
+AIM = "aim for up to 16 rows, at least 4096 outputs and inputs: 75% of a copy and 1.6 times cuBLAS in bfloat16"
 
 
 def ours(packed: bool, x: Tensor, weights: list[Tensor]) -> Prepared:
@@ -64,7 +64,7 @@ def torchao(bits: int, x: Tensor, weights: list[Tensor]) -> Prepared:
         layer.weight = nn.Parameter(weight, requires_grad=False)
         quantize_(layer, Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig(group_size=GROUP))
         layers.append(layer)
-    own = layers[0](torch.eye(x.shape[1], dtype=x.dtype, device=x.device)).T.double()  # its own idea of the weights
+    own = layers[0](torch.eye(x.shape[1], dtype=x.dtype, device=x.device)).T.double()  # dequantized weights
     return _prepared(x, [partial(layer, x) for layer in layers], own, weights[0].nbytes * bits // 16)
 
 
@@ -85,7 +85,7 @@ PEERS: dict[str, Callable[[Tensor, list[Tensor]], Prepared]] = {
 
 @torch.no_grad()
 def measure(rows: int, columns: int, inputs: int, timer: Timer, copy: float) -> list[dict]:
-    """A record per kernel. copy: bytes per second."""
+    """Return a record per kernel. copy: bytes per second."""
     generator, dtype = torch.Generator(timer.device).manual_seed(0), torch.bfloat16
 
     def random(*shape: int) -> Tensor:
@@ -119,15 +119,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "products",
         "Time products with quantized weights.",
         quick="few shapes, about a minute",
-        dry_run="one tiny shape on the CPU, in times that mean nothing",
+        dry_run="one tiny shape on the CPU, with meaningless times",
     ).parse_args(given)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write shape by shape. Returns the exit code."""
+    """Measure and write shape by shape. Return the exit code."""
     lines = Lines.of(options, "product", limit=SECONDS)
     timer = Timer(torch.device("cpu" if options.dry_run else "cuda"))
-    copy = lines.copy_bandwidth(timer.device, "a dry run, its times mean nothing" if options.dry_run else AIM)
+    copy = lines.copy_bandwidth(timer.device, "a dry run with meaningless times" if options.dry_run else AIM)
     shapes = [(3, 40, 96)] if options.dry_run else list(chosen(options.quick))
     left = [shape for shape in shapes if not lines.has(**dict(zip(("rows", "columns", "inputs"), shape, strict=True)))]
     while left and not lines.out_of_time:

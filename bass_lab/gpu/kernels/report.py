@@ -1,4 +1,4 @@
-"""Outcomes as JSON lines, as a table for people and as a summary against the target."""
+"""Outcomes as JSON lines, as a table, and as a summary relative to the targets."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from bass_lab.gpu.kernels.measure import KernelOutcome
 from bass_lab.gpu.kernels.peers import OURS
 from bass_lab.measure import records
 
-SHAPE = ("heads", "kv_heads", "head_dim")  # of a `Workload`
+SHAPE = ("heads", "kv_heads", "head_dim")  # of a `StepWork`
 CASE = ("model", "batch", "query_length", "kv_length", "distribution", "dtype")  # of a `Case`
-LARGE_GB = 64e-3  # from here on a kernel can be asked for bandwidth
+LARGE_GB = 64e-3  # smallest read with a bandwidth target
 TARGETS = {1: 80.0, 4: 75.0}  # percent of the copy bandwidth, from this query length on
 
 
 def of_case(case: Case) -> dict:
-    """The fields of a line that name its case."""
+    """Return the fields of a line that identify its case."""
     return {name: getattr(case, name) for name in CASE}
 
 
 def line(case: Case, outcome: KernelOutcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
-    """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
+    """Return the record of a kernel. copy: bytes per second. clock: type of the device that was timed."""
     gb = case.kv_bytes(seed) / 1e9
     found = {"schema": "kernel", "kernel": outcome.kernel}
     found |= of_case(case) | {name: getattr(case.work, name) for name in SHAPE}
@@ -31,13 +31,13 @@ def line(case: Case, outcome: KernelOutcome, copy: float, clock: str, seed: int,
 
 
 def best_peer(lines: list[dict]) -> dict | None:
-    """The fastest line that is not ours."""
+    """Return the fastest line of a peer."""
     timed = [line for line in lines if line["us"] is not None and line["kernel"] not in OURS]
     return min(timed, key=lambda line: line["us"], default=None)
 
 
 def table(heading: str, lines: list[dict], **columns: Callable[[float], float | None]) -> str:
-    """One case. columns: further ones, of the µs of a line that has them."""
+    """Return a case as a text table. columns: additional columns as functions of a line's µs."""
     rows = []
     for line in lines:
         us, plan = line["us"], records.text(line.get("us_plan_share"), ".2f")
@@ -57,7 +57,7 @@ def table(heading: str, lines: list[dict], **columns: Callable[[float], float | 
 
 
 def attention_table(case: Case, lines: list[dict]) -> str:
-    """One case of attention, fastest first."""
+    """Return a case of attention as a text table, fastest first."""
     gb = lines[0]["gb"]
     floor = gb / lines[0]["copy_gb_per_s"] * 1e6
     heading = f"{case}: {1000 * gb:.1f} MB, floor {floor:.1f} µs at the copy's bandwidth"
@@ -67,7 +67,7 @@ def attention_table(case: Case, lines: list[dict]) -> str:
 
 
 def summary(lines: list[dict]) -> dict:
-    """How `ragged` stands against the target, and what was wrong or did not run."""
+    """Return the figures of `ragged` relative to the targets, and the kernels that were wrong or did not run."""
     by_case = defaultdict(list)
     for line in lines:
         by_case[_shape(line)].append(line)
@@ -105,5 +105,5 @@ def _shape(line: dict) -> str:
 
 
 def _brief(reason: str) -> str:
-    """Its first sentence, so that reasons which differ in numbers count as one."""
+    """Return the first sentence, so that reasons with different numbers count as one."""
     return reason.split(". ")[0][:80]

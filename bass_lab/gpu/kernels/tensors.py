@@ -1,4 +1,4 @@
-"""The tensors of one case, what it should compute, and how far off a result is."""
+"""Tensors of a case, its expected result, and the error of a result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from bass_kernels import reference
 from bass_lab.gpu.kernels.cases import Case
 
-ROTATED_BYTES = 256e6  # sets together hold this much, several times the L2 cache (50 MB on an H100)
-# ‖out − ref‖ / ‖ref‖ allowed against float64: what rounding inputs and weights to the dtype costs.
+ROTATED_BYTES = 256e6  # total size of the sets, several times the L2 cache (50 MB on an H100)
+# Allowed ‖out − ref‖ / ‖ref‖ against float64: the error of rounding inputs and weights to the dtype.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 @dataclass
 class Inputs:
-    """One query, and as many KV sets as it takes for the L2 cache to be of no help.
+    """A query and enough KV sets to exceed the L2 cache.
 
-    query: [B, H, Q, D], a view of [B, Q, H, D] as models make it. sets: (key, value), each [B, H_kv, S, D], as a cache
-    stores them. starts, kv_lengths: int32 [B]. lengths: kv_lengths on the host.
+    query: [B, H, Q, D], a view of [B, Q, H, D] as in models. sets: (key, value), each [B, H_kv, S, D], as in a cache.
+    starts, kv_lengths: int32 [B]. lengths: kv_lengths on the host.
     """
 
     case: Case
@@ -33,11 +33,11 @@ class Inputs:
 
     @property
     def extent(self) -> int:
-        """Slots that a padded kernel has to look at; a multiple of 16, since masks must be aligned."""
+        """Return the number of slots that a padded kernel reads, a multiple of 16 for aligned masks."""
         return min(ceil(max(self.lengths) / 16) * 16, self.sets[0][0].shape[2])
 
     def bias(self, group: int = 1) -> Tensor:
-        """Additive mask [B, 1, group * Q, extent] in the query's dtype (cuDNN silently misreads any other)."""
+        """Return an additive mask [B, 1, group * Q, extent] in the query's dtype; cuDNN silently misreads others."""
         slots = torch.arange(self.extent, device=self.query.device)
         positions = self.starts[:, None] + torch.arange(self.case.query_length, device=self.query.device)
         hidden = (slots > positions[..., None])[:, None].repeat(1, 1, group, 1)
@@ -45,12 +45,12 @@ class Inputs:
 
 
 def number_of_sets(size: float, device: torch.device) -> int:
-    """Sets of so many bytes each: at least two, so that a call never follows another on the same ones."""
+    """Return the number of sets of this size in bytes: at least two, so successive calls use different sets."""
     return max(2, ceil(ROTATED_BYTES / size)) if device.type == "cuda" else 2
 
 
 def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:
-    """Random inputs; slots past a row's length hold finite stale values, as in a real cache."""
+    """Return random inputs. Slots beyond a row's length hold finite stale values, as in a real cache."""
     work, lengths = case.work, case.lengths(seed)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -71,12 +71,12 @@ def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:
 
 
 def expected(inputs: Inputs) -> Tensor:
-    """Attention over the first KV set in float64: [B, Q, H, D]."""
+    """Return attention over the first KV set: float64 [B, Q, H, D]."""
     return reference.attention(inputs.query, *inputs.sets[0], inputs.starts, inputs.kv_lengths)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found − wanted‖ / ‖wanted‖, infinite where anything is not a number or the shape is another."""
+    """Return ‖found − wanted‖ / ‖wanted‖, or infinity for NaN or another shape."""
     if found.shape != wanted.shape:
         return inf
     error = float((found.double() - wanted).norm() / wanted.norm())

@@ -1,8 +1,8 @@
-"""Times of all kernels of a case, in turn; on a GPU by CUDA graph.
+"""Interleaved timing of all kernels of a case, as CUDA graphs on a GPU.
 
-A graph holds calls over all KV sets, so that launch gaps and the L2 cache stay out of the numbers; graphs are replayed
-round robin, so that drift of the clocks hits all alike. What cannot be captured is timed as the same calls launched one
-by one, and says so; so is everything on a CPU, where times say nothing about a kernel.
+A graph holds calls over all KV sets, to exclude launch gaps and the L2 cache. Graphs are replayed round robin, so clock
+drift affects all kernels equally. Calls that cannot be captured are launched one by one and marked as not captured. A
+CPU also launches one by one; its times are meaningless for kernels.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from bass_core.loop.phases import Stopwatch
 
 CALLS = 20  # per graph, at least one per KV set
-GRAPH_MS = 3.0  # but no more than this takes, where one call per set takes less
+GRAPH_MS = 3.0  # limit of a graph's time, if one call per set takes less
 REPLAYS = 50
-BUDGET_MS = 300.0  # slower calls are replayed less often, in this time,
-FEWEST_REPLAYS = 5  # but this often
+BUDGET_MS = 300.0  # time limit of a graph's replays
+FEWEST_REPLAYS = 5  # even beyond BUDGET_MS
 
 
 @dataclass
 class Timing:
-    """Calls launched together; `samples` are milliseconds of all of them."""
+    """Calls that are launched together. `samples`: milliseconds of all calls."""
 
-    held: list[Callable[[], object]]  # the calls, whose tensors a graph uses but does not keep alive
-    replay: Callable[[], object] | None = None  # of the graph that holds them
-    first: Tensor | None = None  # where the first call writes in a replay
+    held: list[Callable[[], object]]  # the calls keep tensors alive that a graph only uses
+    replay: Callable[[], object] | None = None  # of the captured graph
+    first: Tensor | None = None  # output of the first call in a replay
     samples: list[float] = field(default_factory=list)
     replays: int = REPLAYS
 
@@ -44,13 +44,13 @@ class Timing:
 
     @property
     def us(self) -> float:
-        """Median time of one call."""
+        """Return the median time of one call, in µs."""
         return 1000 * median(self.samples) / self.calls
 
     def replayed(self) -> Tensor | None:
-        """What the captured first call writes in a replay, over NaN; None where nothing was captured.
+        """Fill the first call's output with NaN, replay, and return the output; None if nothing was captured.
 
-        To be read before the next graph is captured, which may use the same memory.
+        Call this method before the next capture, which may reuse the memory.
         """
         if self.first is None:
             return None
@@ -70,21 +70,21 @@ class Timer:
         self.calls, self._most = (CALLS, REPLAYS) if self._on_cuda else (1, 1)
 
     def new_case(self) -> None:
-        """Forget the graphs' memory. Graphs of one case share it: they run one at a time and keep nothing."""
+        """Start a new memory pool. Graphs of a case share a pool, because they run one at a time and keep nothing."""
         if self._on_cuda:
             gc.collect()
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
 
     def prepare(self, calls: list[Callable[[], object]]) -> Timing:
-        """Launch every call once, then capture them, in turn as often as it takes for about `CALLS` of them."""
+        """Launch every call once, then capture enough rounds of all calls for about `CALLS` calls."""
         once = Timing(calls)
         once.launch()
         rounds = max(1, min(ceil(self.calls / len(calls)), int(GRAPH_MS / self._milliseconds([once])[0])))
         return self._capture(calls * rounds) if self._on_cuda else Timing(calls * rounds)
 
     def measure(self, timings: list[Timing]) -> None:
-        """Fill in the samples of all of them, round robin, and let go of their calls."""
+        """Record the samples of all timings, round robin, and release their calls."""
         for timing in timings:
             self._milliseconds([timing])  # the first replay uploads the graph
             (taken,) = self._milliseconds([timing])
@@ -96,7 +96,7 @@ class Timer:
             timing.held, timing.replay = [], None
 
     def _milliseconds(self, timings: list[Timing]) -> list[float]:
-        """Launch them one after the other, without a wait in between."""
+        """Launch the timings back to back and return their milliseconds."""
         self._watch.start()
         for timing in timings:
             self._watch.mark()
@@ -107,15 +107,15 @@ class Timer:
     def _capture(self, calls: list[Callable[[], object]]) -> Timing:
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        gc.disable()  # a graph or an event freed while another is captured spoils it
+        gc.disable()  # freeing a graph or an event invalidates a capture
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 first = calls[0]()
                 for call in calls[1:]:
                     call()
         except Exception:
-            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream behind
-            torch.cuda.synchronize()  # raises if more than the capture is broken
+            torch.cuda.set_stream(stream)  # a failed capture does not restore the stream
+            torch.cuda.synchronize()  # raises if the device is broken
             self._pool = torch.cuda.graph_pool_handle()
             return Timing(calls)
         finally:
