@@ -50,7 +50,7 @@ class Prepared:
 
 def _require_triton(inputs: Inputs) -> None:
     if not bass_kernels.runs_on(inputs.query.device):
-        raise Unavailable("the Triton kernels need a CUDA GPU, or TRITON_INTERPRET=1 on a CPU")
+        raise Unavailable("Triton kernels run on a GPU, or on a CPU under TRITON_INTERPRET=1")
 
 
 def ragged(inputs: Inputs) -> Prepared:
@@ -162,7 +162,7 @@ def flash(paged: bool, inputs: Inputs) -> Prepared:
     options = {"seqused_k": inputs.kv_lengths}
     if paged:
         if "block_table" not in {argument.name for argument in operator._schema.arguments}:
-            raise Unavailable(f"FlashAttention of torch {torch.__version__} has no block_table")
+            raise Unavailable(f"torch {torch.__version__} has no block_table here")
         pages = batch * slots // PAGE
         options["block_table"] = torch.arange(pages, dtype=torch.int32, device=device).view(batch, -1)
     queries, keys = _cumulative([query_length] * batch, device), _cumulative([slots] * batch, device)
@@ -189,7 +189,7 @@ def flashinfer(backend: str, inputs: Inputs) -> Prepared:
     if importlib.util.find_spec("flashinfer") is None:
         raise Unavailable("flashinfer is not installed")
     if backend in _flashinfer_failures:
-        raise Unavailable(f"failed in an earlier case: {_flashinfer_failures[backend]}")
+        raise Unavailable(f"failed before: {_flashinfer_failures[backend]}")
     try:
         return _flashinfer(backend, inputs)
     except Exception as error:  # never retried: an import or nvcc may take minutes to fail
