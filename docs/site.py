@@ -55,8 +55,8 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Link lessons to the pages of lessons, and remove scripts from a network."""
-    html = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', html)
+    """Point links of lessons to pages of the site, and remove scripts from a network."""
+    html = re.sub(r'href="((?:\.\./)*[\w/]+)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', html)
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", html)
 
 

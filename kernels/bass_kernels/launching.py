@@ -49,7 +49,7 @@ class Flags:
         self.accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.constants = {
             "ACC": triton.language.float64 if query.dtype == torch.float64 else triton.language.float32,
-            # 2^x needs scores in units of log 2. A softcap applies to natural units; its result is converted afterwards.
+            # 2^x needs scores in units of log 2. A softcap applies to natural units, before the conversion.
             "SCALE": float(scaling if softcap is not None else scaling * LOG2_E.value),
             "SOFTCAP": float(softcap or 0),
             "WINDOW": sliding_window or 0,
