@@ -1,4 +1,4 @@
-"""Check that two models can decode together."""
+"""Checks of a target and a draft before they decode together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bass_core.loading.checkpoints import refuse_mps
 from bass_core.model.encoder_decoder import FEATURES
 from bass_core.model.transformers_internals import is_offloaded
 
-NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters for which a PeftModel also computes outside the model
+NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters with computations outside the model
 
 
 def transformers_model(role: str, model: Any) -> Any:

@@ -69,8 +69,8 @@ class Switch:
         kept: Sequence[Change] = (),
         faster: Sequence[Change] = (),
     ):
-        """replaced: changes for a ragged cache (`architectures.replacements`). kept: changes that write hidden states
-        into this runner's cache. faster: modules with fewer operators, applied only where `forward` is not replaced."""
+        """replaced: changes for a ragged cache (`architectures.replacements`). kept: changes for writing hidden states
+        into this runner's cache. faster: modules with fewer operators, applied only if `forward` is not replaced."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._configs = [vars(each) for each in configurations(model)]
         self._replaced, self._kept, self._faster = replaced, kept, faster
@@ -126,9 +126,9 @@ def evaluating(modules: Iterable[dict]) -> AbstractContextManager[None]:
 
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the model's configuration, its nested ones, and those of its modules.
+    """Return the configuration of the model, nested configurations, and the configurations of all modules.
 
-    Parts of T5 have copies. A layer taken from another model has that model's configuration.
+    Parts of T5 have copies. A layer from another model keeps the other model's configuration.
     """
     found = [config for module in model.modules() if isinstance(config := vars(module).get("config"), PreTrainedConfig)]
     found.insert(0, model.config)

@@ -73,7 +73,7 @@ UsageError = typer.BadParameter.__base__
 
 
 class CommandLine(TyperGroup):
-    """The group of all commands. It turns errors into one line and exit code 2."""
+    """The group of all commands. Errors become a single line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
         for early in (signal.SIG_DFL, signal.default_int_handler):
@@ -115,7 +115,7 @@ def plain_interrupts() -> None:
 
 
 def _exchange_handlers(old: Callable, new: Callable) -> None:
-    """Replace the handler `old`. A program that ignores Ctrl-C (in the background of a script) keeps ignoring it."""
+    """Replace the handler `old`. Programs that ignore Ctrl-C (in the background of a script) still do."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is old:
         signal.signal(signal.SIGINT, new)
 
@@ -154,7 +154,7 @@ def examples(*lines: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the error as one line. Unexpected types of errors are reported as a fault in bass."""
+    """Return the error as a single line. Unexpected types of errors are reported as a fault in bass."""
     if isinstance(error, UsageError):  # of the command line
         usage = error.ctx.get_usage() if error.ctx else ""
         said = error.format_message()
@@ -209,14 +209,14 @@ def models_named(target: str | None, draft: str | None) -> str:
 
 
 def kinds(written: str | None) -> str | dict[str, str] | None:
-    """Parse --quantize: one kind for both models, or kinds by role."""
+    """Parse --quantize: a kind for both models, or kinds by role."""
     if written is None or "=" not in written:
         return written
     return dict(part.split("=", 1) if "=" in part else (part, "") for part in written.split(","))
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on one line of standard output. NaN and infinity become null."""
+    """Print a JSON document on a single line of standard output. NaN and infinity become null."""
     typer.echo(json.dumps(_plain(document), allow_nan=False))
 
 

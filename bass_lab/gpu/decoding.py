@@ -344,10 +344,13 @@ def table(lines: Sequence[dict]) -> str:
     shares = {"of bandwidth": ("bandwidth", ".0%"), "verified": ("verified", ".1%"), "emitted": ("emitted", ".1%")}
     for line in lines:
         used = line["utilisation"] or {}
-        row = {"name": " ".join(filter(None, (line["method"], line["policy"]))), "α": records.text(line["alpha"], "g")}
+        row = {
+            "method": " ".join(filter(None, (line["method"], line["policy"]))),
+            "α": records.text(line["alpha"], "g"),
+        }
         row |= {"attention": line["attention"], "compile": line["compile"], "ms/token": f"{line['mean_ms']:.2f}"}
         row |= {"first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}"}
-        row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "÷ regular": str(Ratio(**line["over_regular"]))}
+        row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "over regular": str(Ratio(**line["over_regular"]))}
         row |= {"tokens/step": records.text(line["tokens_per_step"], ".2f")}
         row |= {title: records.text(used.get(name), form) for title, (name, form) in shares.items()}
         rows.append(row | {"host": records.text(line["host_share"], ".1%")})

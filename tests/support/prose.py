@@ -90,7 +90,9 @@ def report(path: Path, worst: int = 12) -> None:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         report(Path(argument))
-    wrong = {} if sys.argv[1:] else rows()
-    wrong = {name: complaints([t for f in files for t in texts(f)], files[0].suffix) for name, files in wrong.items()}
-    if lines := [f"{name}: {complaint}" for name, found in wrong.items() for complaint in found]:
-        sys.exit("\n".join(lines))
+    broken = []
+    for name, files in ({} if sys.argv[1:] else rows()).items():
+        found = [text for file in files for text in texts(file)]
+        broken += [f"{name}: {complaint}" for complaint in complaints(found, files[0].suffix)]
+    if broken:
+        sys.exit("\n".join(broken))
