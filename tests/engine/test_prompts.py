@@ -121,7 +121,7 @@ OUTSIDE = rf"is outside the target's vocabulary.*0 … {BYTES - 1}"
         ([ONES], ValueError, r"1-D.*\(2, 3\)"),
         ([[[1, 2], [3, 4]]], ValueError, r"1-D.*\(2, 2\)"),
         (ONES, TypeError, "prompts must be .*attention_mask"),
-        ({"input_ids": ONES}, ValueError, "need an attention_mask"),
+        ({"input_ids": ONES}, ValueError, "several rows of token ids need an attention_mask"),
         ({"input_ids": ONES, "attention_mask": ONES[:1]}, ValueError, "the same shape"),
         ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or after"),
         ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, ValueError, "prompt 0: a prompt is empty"),

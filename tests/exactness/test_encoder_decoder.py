@@ -257,10 +257,19 @@ BEAMS = GenerationConfig(num_beams=4)
         (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "use a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "use a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "use a draft of the target's kind"),
-        (lambda: lab.record(pair_of("t5"), sources("t5", 3), max_new_tokens=4, temperature=1.0), "encoder-decoder"),
-        (lambda: lab.distance(pair_of("t5"), pair_of("t5").quantized("int8"), sources("t5", 3)), "encoder-decoder"),
-        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), compile="compiled"), "source lengths"),
-        (lambda: pair_of("t5").quantized("int4"), "int4; use int8"),  # INT4 layers need their weights' dtype
+        (
+            lambda: lab.record(pair_of("t5"), sources("t5", 3), max_new_tokens=4, temperature=1.0),
+            "is an encoder-decoder",
+        ),
+        (
+            lambda: lab.distance(pair_of("t5"), pair_of("t5").quantized("int8"), sources("t5", 3)),
+            "is an encoder-decoder",
+        ),
+        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), compile="compiled"), "depend on source lengths"),
+        (
+            lambda: pair_of("t5").quantized("int4"),
+            "do not support int4; use int8",
+        ),  # INT4 layers need their weights' dtype
     ],
 )
 def test_refused_uses(call, words):
