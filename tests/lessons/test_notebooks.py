@@ -105,7 +105,7 @@ def test_demo_writes_a_page_that_draws_its_figures(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     last = r"identical tokens: 8/8 \(greedy, float32\) · \d+\.\d× · open build/lessons/00_start_here\.html"
     assert re.fullmatch(last, done.stdout.strip().splitlines()[-1])
-    assert done.stdout.index("def ") < done.stdout.index("Checking the text")
+    assert done.stdout.index("def ") < done.stdout.index("Comparing the text")
     page = ROOT / "build/lessons/00_start_here.html"
     command = [lesson_runs.chromium(), *pages.BROWSER_FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
