@@ -103,7 +103,7 @@ def test_speeds_of_drafters_equal_the_record():
 
 def test_number_of_models_equals_their_page():
     kinds, works = re.search(r"registers (\d+) kinds: \*\*(\d+) works", text_of("docs/MODELS.md")).groups()
-    assert f"Of {kinds} kinds of decoders in transformers {works} work" in text_of("README.md")
+    assert f"Of the {kinds} kinds of decoders in transformers, {works} work" in text_of("README.md")
 
 
 def test_load_equals_the_record():

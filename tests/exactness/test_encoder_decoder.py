@@ -203,7 +203,7 @@ def test_stale_slots_never_matter():
 def test_verify_passes(kind):
     report = lab.verify(pair_of(kind), max_new_tokens=12, samples=1000)
     assert report.passed
-    assert ("sounds" if kind in HEARS else "prompts of") in report.checks[0].tested
+    assert ("audio inputs" if kind in HEARS else "prompts of") in report.checks[0].tested
 
 
 @pytest.mark.parametrize(
