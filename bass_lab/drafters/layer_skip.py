@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
-from bass_core.model import probe
 from bass_core.model.architectures import layers_of
 from bass_core.model.encoder_decoder import Encoded, Source
 
@@ -29,8 +28,7 @@ class LayerSkipDrafter(ModelDrafter):
 
     def begin(self, setting: Setting) -> Self:
         """Return the drafter of one session. Raises ValueError if `first_layers` cannot shorten the target model."""
-        short = first_layers(setting.target, self.layers)
-        return self._over(short, probe.resolve(short, setting.paths[0]), setting)
+        return self._over(first_layers(setting.target, self.layers), setting.paths[0], setting)  # a path of the target
 
     def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
         self.runner.read(encoded, places)  # the target model's encoder output serves both
