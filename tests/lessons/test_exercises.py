@@ -137,8 +137,8 @@ def test_check_passes_stubs_and_errors_on(capsys):
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
-        ("lengths.max()", "1", "3 tokens were requested, but 1 drafted"),
-        ("            context = context.after(token)\n", "", "a random number was used twice"),
+        ("lengths, laws", "lengths.clip(max=1), laws", "3 tokens were requested, but 1 drafted"),
+        ("context.draw(q, slot)", "context.draw(q, 0)", "a random number was used twice"),
         ("q = context.law(self.logits[token])", "q = self.logits[token].softmax(-1)", "at that temperature"),
         ("(token, q)", "(token, (q + q.mean(-1, keepdim=True)) / 2)", "the drafter reports probability"),
     ],
