@@ -21,6 +21,12 @@ FILES = (
     "bass_core/assets/DATA_CARD.md",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?!https?:|#)[^)#\s]+)(?:#[^)\s]*)?\)")
+CPU_INDEX = re.search(r"--extra-index-url \S+", (ROOT / "environment.yml").read_text("utf-8"))[0]
+RUN = f"""<p>Run this lesson
+<a href="https://mybinder.org/v2/gh/{{name}}/main?urlpath=lab/tree/{{lesson}}">in Binder</a>, or
+<a href="https://colab.research.google.com/github/{{name}}/blob/main/{{lesson}}">in Colab</a> after this cell:</p>
+<pre><code>%pip install -q "bass-hands-on[notebooks] @ git+https://github.com/{{name}}" {CPU_INDEX}</code></pre>
+"""
 ARGUMENTS = re.compile(r"^(?=[a-z]\w*(?:, [a-z]\w*)*(?: \([^)\n]*\))?(?:, \w+ \([^)\n]*\))*: )", re.MULTILINE)
 
 
@@ -55,7 +61,10 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Point links of lessons to pages of the site, and remove scripts from a network."""
+    """Point links of lessons to pages of the site, remove scripts from a network, and link to Binder and Colab."""
+    name = (config["repo_url"] or "").partition("https://github.com/")[2].rstrip("/")
+    if name and page.file.src_uri.endswith(".ipynb"):
+        html = RUN.format(name=name, lesson=page.file.src_uri) + html
     html = re.sub(r'href="((?:\.\./)*[\w/]+)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', html)
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", html)
 

@@ -1,6 +1,10 @@
 """The site has every page, every lesson and every public name."""
 
 import re
+import runpy
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import yaml
 from documents import ROOT
@@ -42,3 +46,15 @@ def test_the_reference_has_every_public_name_once():
         lists = re.findall(rf"^::: {library.__name__}\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE)
         named = [name for each in lists for name in each.split(", ")]
         assert sorted(named) == sorted(set(library.__all__) - {"__version__"})
+
+
+def test_lessons_link_to_services_by_the_address_of_the_repository(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", MagicMock(Extension=object))  # only `make docs` installs griffe
+    added = runpy.run_path(str(ROOT / "docs/site.py"))["on_page_content"]
+    lesson = SimpleNamespace(file=SimpleNamespace(src_uri="notebooks/00_start_here.ipynb"))
+    assert re.findall(r'https:[^" ]+(?=[" ])', added("", lesson, {"repo_url": "https://github.com/me/bass"}, None)) == [
+        "https://mybinder.org/v2/gh/me/bass/main?urlpath=lab/tree/notebooks/00_start_here.ipynb",
+        "https://colab.research.google.com/github/me/bass/blob/main/notebooks/00_start_here.ipynb",
+        "https://github.com/me/bass",
+    ]
+    assert added("", lesson, {"repo_url": ""}, None) == ""

@@ -75,13 +75,13 @@ def test_every_pin_is_locked_by_hash():
     }
 
 
-def test_conda_environment_installs_the_extras_of_make_test():
+def test_conda_and_binder_install_the_lessons_with_a_cpu_build():
     (python,) = [entry for entry in ENVIRONMENT if isinstance(entry, str) and entry.startswith("python=")]
     assert SpecifierSet(PROJECT["requires-python"]).contains(python.removeprefix("python="))
     (pip_lines,) = [entry["pip"] for entry in ENVIRONMENT if isinstance(entry, dict)]
-    assert "pip" in ENVIRONMENT and pip_lines == ["-c constraints.txt", "-e .[notebooks,test]"]
-    makefile = (ROOT / "Makefile").read_text()
-    assert "-c constraints.txt -e '.[$(EXTRAS)]'" in makefile and "EXTRAS = notebooks,test\n" in makefile
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    assert "pip" in ENVIRONMENT and pip_lines == [index, "-c constraints.txt", "-e .[notebooks]"]
+    assert "-c constraints.txt -e '.[$(EXTRAS)]'" in (ROOT / "Makefile").read_text()
 
 
 IMPORTS = """
