@@ -6,6 +6,7 @@ from bass_lab.measure.profiling import Profile as Profile
 from bass_lab.measure.profiling import profile as profile
 from bass_lab.measure.records import load_records as load_records
 from bass_lab.named_pairs import named_pair as named_pair
+from bass_lab.show.looks import projector as projector
 from bass_lab.show.source import show_source as show_source
 from bass_lab.study.distance import Distance as Distance
 from bass_lab.study.distance import distance as distance

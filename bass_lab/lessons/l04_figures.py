@@ -256,7 +256,7 @@ def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
         figure.add_vline(reached, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=column)
     for kind, look in KINDS.items():
         figure.add_trace(bars(f"uses {kind}", [None], [None], look))
-    figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4, tickfont={"size": 11})
+    figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4)
     return figure.update_yaxes(autorange="reversed")
 
 
@@ -269,7 +269,7 @@ def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
         part = found[found.family == family]
         points = curve(name, 1e3 * part.first_s, part.throughput, look, "lines+markers+text", line_dash="dot")
         symbols = [LOOKS[look].symbol + ("" if best else "-open") for best in part.best]
-        points.update(marker={"symbol": symbols, "size": 10}, line_width=1, textfont_size=11)
+        points.update(marker={"symbol": symbols, "size": 10}, line_width=1)
         points.update(textposition="bottom right" if family == "fixed" else "top left")
         points.update(text=[f"{setting:g}" for setting in part.setting])
         points.update(

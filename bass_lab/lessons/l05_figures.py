@@ -65,7 +65,7 @@ def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
             figure.add_trace(line.update(showlegend=False, hoverinfo="skip"))
             at = shown[len(shown) // 8]
             label = {"x": np.log10(costs[at]), "y": needed[at], "text": f"{speed:g}×", "showarrow": False}
-            figure.add_annotation(label | {"bgcolor": "white", "font": {"color": "#707070", "size": 11}})
+            figure.add_annotation(label | {"bgcolor": "white", "font": {"color": "#707070"}})
     for look, symbol, (line, share) in zip(
         (*CURVES, "regular"), _SYMBOLS, zip(drafts.itertuples(), shares, strict=True), strict=False
     ):

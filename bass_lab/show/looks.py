@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import plotly.io as pio
+from IPython.display import HTML
 from plotly.subplots import make_subplots
 
 from bass_core.loop.trace import Trace
@@ -77,6 +78,13 @@ pio.templates["bass"] = pio.templates.merge_templates("plotly_white", _OURS)
 TEMPLATE = "bass"
 
 
+def projector(pixels: int = 19) -> HTML:
+    """Set the size of text in later figures. The returned HTML sets the size in tables and views of JupyterLab."""
+    pio.templates[TEMPLATE].layout.update(font_size=pixels, title_font_size=pixels + 3)
+    names = ("content-font-size1", "ui-font-size1", "code-font-size", "widgets-font-size")
+    return HTML(f"<style>.jp-Notebook {{{''.join(f'--jp-{name}: {pixels}px; ' for name in names)}}}</style>")
+
+
 def titled(title: str, *sources: Trace | pd.DataFrame) -> str:
     """Return the title, marked "(synthetic)" if a trace or a table of records is synthetic."""
     marked = any(
@@ -96,7 +104,7 @@ def panels(rows: int, columns: int, titles: Sequence[str], title: str, height: f
     """Return a figure of empty panels with titles. options: of plotly's `make_subplots`."""
     figure = make_subplots(rows, columns, subplot_titles=titles, **options)
     figure.update_layout(template=TEMPLATE, title_text=title, height=height, margin_t=80)
-    return figure.update_annotations(font_size=13, **({"x": 0, "xanchor": "left"} if columns == 1 else {}))
+    return figure.update_annotations(font_size=None, **({"x": 0, "xanchor": "left"} if columns == 1 else {}))
 
 
 def bars(name: str, x: Sequence, y: Sequence, look: str | Sequence[str], **options) -> go.Bar:

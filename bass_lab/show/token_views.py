@@ -196,7 +196,6 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
             showlegend=False,
             text=[f"{value:.2f}" if few and value >= 0.005 else "" for value in values],
             textposition="outside",
-            textfont_size=10,
             textangle=0,
             cliponaxis=False,
             customdata=part.outcome,
