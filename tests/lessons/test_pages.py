@@ -1,15 +1,17 @@
 import copy
 import html
 import re
+from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core.loop.trace import Trace
 from bass_lab.lessons import l00_figures
-from bass_lab.show import pages, plots
+from bass_lab.show import looks, pages, plots
 from bass_lab.show.looks import LOOKS
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -94,3 +96,14 @@ def test_coloured_text_keeps_every_character(pair):
     shown = plots.coloured_text(tokens, ["accepted"] * len(tokens), pair.tokenizer)
     spans = re.findall(r"<span[^>]*>(.*?)</span>", shown, re.DOTALL)
     assert html.unescape("".join(spans)) == text and len(spans) == len(tokens)
+
+
+def test_projector_sets_the_size_of_all_text(monkeypatch):
+    looks.pio.templates["tried"] = copy.deepcopy(looks.pio.templates[looks.TEMPLATE])
+    monkeypatch.setattr(looks, "TEMPLATE", "tried")
+    assert lab.projector(20).data.count("20px") == 4
+    figure = looks.panels(1, 1, ["a panel"], "a title", 300)
+    assert figure.layout.template.layout.font.size == 20 and figure.layout.annotations[0].font.size is None
+    sized = re.compile(r"font_size=\d|font\w*\"?(=|: )\{[^}]*\"size\"")
+    places = [path.name for path in Path(lab.__file__).parent.rglob("*.py") if sized.search(path.read_text())]
+    assert places == ["looks.py"]
