@@ -63,7 +63,7 @@ def _rule_case(name: str, p: Tensor, q: Tensor) -> Case:
 
 
 def _has_law(p: Tensor, q: Tensor, result: Sequence) -> str:
-    emitted, accepted = torch.zeros_like(p), 0.0
+    emitted, accepted, from_p = torch.zeros_like(p), 0.0, []
     for x, each in zip(q.nonzero()[:, 0].tolist(), result, strict=True):
         if message := _not_a_pair(each, len(p)):
             return f"for drafted = {x} {message}"
@@ -76,8 +76,10 @@ def _has_law(p: Tensor, q: Tensor, result: Sequence) -> str:
             if not law.isfinite().all() or law.min() < -CLOSE or abs(float(law.sum()) - 1) > CLOSE:
                 return f"for drafted = {x} you redraw from {_brief(law)}; a distribution must be >= 0 and sum to 1"
             emitted += q[x] * (1 - chance) * law
+            from_p.append(torch.allclose(law, p))
     if not torch.allclose(emitted, p, rtol=0, atol=CLOSE):
-        return f"the text gets the distribution {_brief(emitted)}, but p is {_brief(p)}"
+        hint = " (redraw from p: the recovered token comes from the residual)" if from_p and all(from_p) else ""
+        return f"the text gets the distribution {_brief(emitted)}, but p is {_brief(p)}{hint}"
     possible = float(torch.minimum(p, q).sum())
     if accepted < possible - CLOSE:
         return f"the distribution is right, but the acceptance rate is {accepted:.4g}; {possible:.4g} is possible"

@@ -98,52 +98,6 @@ def _same_entries(accepted: list[int], k: int, result: object) -> str:
     return ""
 
 
-def check_commit(commit: Callable) -> bool:
-    """Check commit(tokens, lengths, choices, accepted) -> (tokens, lengths) after a greedy step.
-
-    tokens: int64 [B, S]; the first lengths[b] tokens of a row are committed. choices [B, k + 1]: of the target. The
-    first accepted[b] choices equal the draft tokens. A row commits these and the next choice. Later tokens are free.
-    """
-    return check(commit, _commit_cases())
-
-
-def _commit_cases() -> Iterator[Case]:
-    chance = random.Random(3)
-    drawn = [("two rows of different lengths", [2, 4], [1, 0], 2), ("one row, all accepted", [3], [2], 2)]
-    for number in range(100):
-        rows, k = chance.randint(1, 5), chance.randint(1, 4)
-        lengths = [chance.randint(2, 9) for _ in range(rows)]
-        drawn.append((f"random case {number}", lengths, [chance.randint(0, k) for _ in range(rows)], k))
-    for name, lengths, accepted, k in drawn:
-        texts = [[chance.randint(10, 99) for _ in range(length)] for length in lengths]
-        choices = [[chance.randint(100, 999) for _ in range(k + 1)] for _ in lengths]
-        tokens = torch.zeros(len(lengths), max(lengths) + 2 * k + 2, dtype=torch.int64)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = torch.tensor(text)
-        arguments = tokens, torch.tensor(lengths), torch.tensor(choices), torch.tensor(accepted)
-        told = f"{name}: texts {texts}, choices {choices}, accepted {accepted}"
-        wanted = [text + new[: count + 1] for text, new, count in zip(texts, choices, accepted, strict=True)]
-        yield told, arguments, partial(_same_texts, wanted, accepted, max(lengths))
-
-
-def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int, result: object) -> str:
-    if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(each, Tensor) for each in result):
-        return f"expected a pair (tokens, lengths) of tensors, got {type(result).__name__}"
-    tokens, lengths = _as_lists(result[0]), result[1].tolist()
-    if tokens is None or len(tokens) != len(wanted) or len(lengths) != len(wanted):
-        return f"expected tokens and lengths of {len(wanted)} rows, got shapes {[list(x.shape) for x in result]}"
-    for row, (text, found, length) in enumerate(zip(wanted, tokens, lengths, strict=True)):
-        before = len(text) - accepted[row] - 1
-        if found[: len(text)] != text:
-            far = found[longest : longest + 1] == text[before : before + 1]
-            hint = "; its new tokens are behind the longest row" if far else ""
-            return f"row {row} should begin with {text}, but begins with {found[: len(text)]}{hint}"
-        if length != len(text):
-            hint = "; count the target's own token, too" if length == len(text) - 1 else ""
-            return f"row {row} had {before} tokens and accepted {accepted[row]}, so its length is not {length}{hint}"
-    return ""
-
-
 def _as_lists(result: object) -> list[list] | None:
     """Return a tensor [M, N] or nested sequence as lists, or None for anything else."""
     if isinstance(result, Tensor):

@@ -45,6 +45,7 @@ def _is_next(length: int, s: int, accepted: list[int], result: object) -> str:
     slips = {
         "the length grows only if some row accepted the whole draft": (min(length + 2, 32), 0),
         "s makes the draft one token shorter": (max(1, *accepted, shorter), 1),
+        "s is 1 after a miss, not s + 1": (max(1, *accepted, shorter - s), s + 1),
         "round length / 10 up": (max(1, *accepted, length - length // 10 - s), 1),
         "the length is at least 1 and at least the longest accepted length": (shorter - s, 1),
     }

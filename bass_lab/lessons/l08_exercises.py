@@ -82,6 +82,7 @@ _LATENCY_MISTAKES = (
     "these are seconds, not milliseconds",
     "a row's time starts at the end of its own prefill",
     "the mean is over rows, and each row counts once",
+    "first is the smallest latency, not the latency of the row that finishes first; last is the largest",
 )
 
 
@@ -93,12 +94,14 @@ def _latencies(started: Sequence[float], finished: Sequence[float], tokens: Sequ
 
     spans = [b - a for a, b in zip(started, finished, strict=True)]
     right = [1e3 * span / (n - 1) for span, n in zip(spans, tokens, strict=True)]
+    by_finish = [latency for _, latency in sorted(zip(finished, right, strict=True))]
     return [
         summary(right),
         summary([1e3 * span / n for span, n in zip(spans, tokens, strict=True)]),
         summary([each / 1e3 for each in right]),
         summary([1e3 * b / (n - 1) for b, n in zip(finished, tokens, strict=True)]),
         (min(right), 1e3 * sum(spans) / (sum(tokens) - len(tokens)), max(right)),
+        (by_finish[0], sum(right) / len(right), by_finish[-1]),
     ]
 
 

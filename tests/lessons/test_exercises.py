@@ -9,13 +9,15 @@ import lesson_runs
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_model
 
 pytest.importorskip("triton")
 
 import bass_core as bass
 from bass_core.exactness import randomness, verification
+from bass_core.model.transformers_internals import CACHE
 from bass_kernels import accounting
-from bass_lab.lessons import checking, l01_exercises, l05_demonstrations, l05_exercises, l07_exercises
+from bass_lab.lessons import checking, l01_exercises, l02b_exercises, l05_demonstrations, l05_exercises, l07_exercises
 
 NAMES = {"torch": torch, "math": math, "bass": bass, "accounting": accounting, "demonstrations": l05_demonstrations}
 SOURCES = [
@@ -33,6 +35,7 @@ CHECKS = {
 }
 MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("accept_or_recover", "(p - q).clamp(min=0)", "p", "the text gets the distribution [0.65, 0.19, 0.16]"),
+    ("accept_or_recover", "left / left.sum() if left.sum() > 0 else p", "p", "(redraw from p: the recovered token"),
     ("accept_or_recover", "min(1.0, float(p[drafted] / q[drafted]))", "p[drafted] / q[drafted]", "the chance is 3"),
     ("by_block", "        if u[i - 1] < h:", "        if accepted == i - 1 and u[i - 1] < h:", "a later one may still"),
     ("by_block", "(weight * p", "(p", "multiply p by the weight"),
@@ -43,12 +46,11 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("positions", "torch.minimum(queries, drafted[:, None])", "queries", "padding, which repeats the row's last valid"),
     ("keep", "<=", "<", "entry 2 (draft token 2) was accepted, but you drop it"),
     ("keep", "<= accepted[:, None]", ">= 0 * accepted[:, None]", "was rejected, but you keep it"),
-    ("commit", "lengths[:, None] +", "lengths.max() + 0 * lengths[:, None] +", "are behind the longest row"),
-    ("commit", "accepted + 1", "accepted", "count the target's own token, too"),
     ("alpha", "sum(accepted) / judged", "sum(accepted) / sum(drafted)", "this is the acceptance rate"),
     ("alpha", ", sum(accepted) / sum(drafted)", ", sum(accepted) / judged", "(this is alpha)"),
     ("algorithm_1", "math.ceil", "math.floor", "round length / 10 up"),
     ("algorithm_1", " - s)", ")", "s makes the draft one token shorter"),
+    ("algorithm_1", " - s), 1", " - s), s + 1", "s is 1 after a miss, not s + 1"),
     ("algorithm_1", "min(length + 2, 32)", "length + 2", "the limit is 32"),
     ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))",
      "draft tokens are never accepted"),
@@ -64,6 +66,9 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("cut", "range(16, max(lengths) + 16, 16)", "(10**6,)", "is done after 1032; "),
     ("latencies", "(n - 1)", "n", "the prefill's token"),
     ("latencies", "1e3 * ", "", "these are seconds"),
+    ("latencies", "return min(each), sum(each) / len(each), max(each)",
+     "end = [x for _, x in sorted(zip(finished, each))]\n    return end[0], sum(each) / len(each), end[-1]",
+     "first is the smallest latency, not the latency of the row that finishes first"),
     ("floor", "max(memory, arithmetic)", "memory + arithmetic", "reads and operations overlap"),
     ("floor", "(2 * weights + per_key", "(2 * weights * batch + per_key", "expected"),
     ("pass_at_first", "passed[max(in_time, key=lambda row: confidence[row])]", "any(passed)", "the most confident"),
@@ -87,6 +92,33 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("state_after", "start + accepted + 1", "start", "before the step"),
     ("cache_bytes", " * 2", "", "not both"),
     ("cache_bytes", "len(sources) * (max(sources) + max(texts))", "(sum(sources) + sum(texts))", "as the longest"),
+]  # fmt: skip
+
+
+MISTAKES_IN_THE_LOOP = [  # part, text of the solutions, wrong text, words of the message
+    ("draft_tokens", "draft.read(tokens[-1][:, None])  #", "# ", "a hole after full acceptance"),
+    ("draft_tokens", "keys.draft(slot)", "keys.draft(0)", "each slot has its own random number"),
+    ("target_pass", "torch.cat([last[:, None], drafted], 1)", "drafted", "must also read the last committed token"),
+    ("target_pass", "drafted], 1)", "drafted], 1)[:, :-1]", "must also read the last draft token"),
+    ("judge", "u[i] >= p[i,", "u[i] >= p[i + 1,", "draft token i is compared"),
+    ("judge", "for i, x in", "p = torch.cat([p[1:], p[-1:]])\n    for i, x in", "p is read one position too late"),
+    ("judge", "return i, (p", "return i + 1, (p", "the rejected token counts as accepted"),
+    ("judge", "(p[i] - q[i]).clamp(min=0)", "p[i]", "redraw from p"),
+    ("judge", "p[-1]", "p[-2]", "the bonus token is one position too early"),
+    ("commit", "[:accepted], own", "[: accepted + 1], own", "(the rejected token is kept)"),
+    ("commit", "[:accepted], own", "[: accepted + 1]", "kept in place of the target's own token"),
+    ("commit", "[:accepted], own", "[:accepted]", "recovered or bonus, is missing"),
+    ("commit", "forget(models, ", "(models, ", "the KV caches are not rolled back"),
+    ("commit", "forget(models, ", "forget(models[:1], ", "the draft model's KV cache is not rolled back"),
+    ("commit", "forget(models, ", "forget(models[1:], ", "the target's KV cache is not rolled back"),
+    ("decode", "tensor(accepted)", "tensor([min(accepted)])", "does each row keep its own accepted length"),
+    ("decode", "own = randomness.draw(torch.stack(weights)",
+     "accepted = [min(accepted)] * len(p)\n    own = randomness.draw(p[:, accepted[0]]", "wait for the slowest row?"),
+    ("decode", "if end in new", "if False", "row 0 goes on after its end"),
+    ("decode", "new.index(end) + 1", "new.index(end)", "an end token ends its own row, and is kept"),
+    ("decode", "while not all", "while not any", "row 1 has only"),
+    ("decode", "step += 1", "step = 1", "does each step have its own keys"),
+    ("decode", "_solution, drafted, q, p, u)", "_solution, drafted, q, p, u[:1].expand_as(u))", "each row its own u"),
 ]  # fmt: skip
 
 
@@ -131,6 +163,29 @@ def test_check_passes_stubs_and_errors_on(capsys):
     with pytest.raises(ZeroDivisionError):
         checking.check(lambda x: x // 0, iter([("one", (1,), judge)]))
     assert capsys.readouterr().out.startswith("Case 1 (one) raises")
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """Return the names of lesson 02b with tiny models and short texts, and the source of its solutions."""
+    prompts = [torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 3)]
+    names = {"pair": bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), "ids": prompts, "CACHE": CACHE}
+    cells = json.loads((lesson_runs.NOTEBOOKS / "02b_write_the_loop.ipynb").read_text(encoding="utf-8"))["cells"]
+    solutions = [cell for cell in cells if cell["metadata"].get("tags") == ["solution"]]
+    for cell in cells:
+        if cell["cell_type"] == "code" and cell["id"] != "models" and cell not in solutions:
+            exec("".join(cell["source"]).replace("int = 24", "int = 12").replace("0.8", "1.0"), names)
+    return names, re.sub(r"(?m)^assert .*$", "", "\n".join("".join(cell["source"]) for cell in solutions))
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "words"), MISTAKES_IN_THE_LOOP)
+def test_mistake_in_the_loop_is_named(name, right, wrong, words, loop, capsys):
+    names, solutions = loop
+    assert right in solutions
+    exec(solutions.replace(right, wrong), names := dict(names))
+    models = names["pair"], names["ids"], names["temperature"]
+    check = {"decode": lambda decode: l02b_exercises.check_loop(decode, *models, **names["fixed"])}
+    refused(check.get(name, lambda part: names["check"](**{name: part})), names[f"{name}_solution"], words, capsys)
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
     "01_speculative_decoding": ONE | {"max_new_tokens": 8},
     "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
+    "02b_write_the_loop": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
     "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
     "04b_draft_length_further": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
