@@ -183,8 +183,8 @@ def calibrate(
         with Progress() as progress:
             compared = cost_check.check(cost, pair, progress=progress)
     found = cost_check.summary(cost)
-    if (spread := cost.measured["spread"]) > calibration.QUIET:
-        typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
+    if (spread := cost.measured["spread"]) is None or spread > calibration.QUIET:
+        typer.echo(f"warning: {calibration.spread_of(cost)}; measure again, longer or on an idle machine", err=True)
     document = {"saved": str(path), "device": cost.device, "models": cost.models}
     document |= {"acceptance": cost.acceptance, "batches": found.to_dict("records")}
     document |= {} if compared is None else {"check": compared.to_dict("records")}

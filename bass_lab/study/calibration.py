@@ -50,6 +50,7 @@ SOURCE = 64  # source tokens of rows of an encoder-decoder model
 REPLAYS = 3  # timed steps of each draft length, if steps are captured
 RECORDING = 2  # untimed steps before: the first runs eagerly, the second is captured
 QUIET = 0.25  # largest spread of samples on an idle machine
+FEWEST = 4  # samples of a point with a spread
 OFTEN = 4  # visits of a draft phase or a step per visit of an equally long target pass, because there are fewer
 LOOKED_AT, WRITTEN, ASKED = 4, 32, 4  # `_acceptance`: prompts per set, tokens per row, draft length
 
@@ -79,8 +80,8 @@ def calibrate(
     Caches hold max(batches) rows of max(kv_lengths) positions. seconds: time limit. Each point is measured at least
     once.
 
-    `measured` contains samples per point, their spread (interquartile range / median; above `QUIET` the machine was
-    busy) and `acceptance` (`_acceptance`). Raises ValueError if the grid exceeds the context or does not increase.
+    `measured` contains samples per point, their `_spread` (above `QUIET` the machine was busy) and `acceptance`
+    (`_acceptance`). Raises ValueError if the grid exceeds the context or does not increase.
     """
     end = time.perf_counter() + seconds
     accepted = _acceptance(pair)
@@ -100,8 +101,7 @@ def calibrate(
         samples = _take_turns(warm + longer, end, tell)
     found = mixed_model.times(samples)
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
-    by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
-    counts, spreads = by_point.size(), by_point.quantile(0.75) - by_point.quantile(0.25)
+    counts = pd.DataFrame(samples).groupby(["table", "point"]).size()
     how = {
         "device_type": pair.device.type,
         "compile": "graphs" if recorded else "off",
@@ -109,10 +109,27 @@ def calibrate(
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "acceptance": accepted,
         "samples": {"least": int(counts.min()), "most": int(counts.max())},
-        "spread": float((spreads / by_point.median()).median()),
+        "spread": _spread(samples),
     }
     how = describe_environment(pair.device) | how
     return CostModel(device_name(pair.device), _described(pair), measured=how, **{"draft_phases": None} | tables)
+
+
+def _spread(samples: Sequence[Sample]) -> float | None:
+    """Return interquartile range ÷ median of a point's times, the median over points with at least `FEWEST` samples, or
+    None without such a point."""
+    by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
+    spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
+    known = spreads[by_point.size() >= FEWEST]
+    return None if known.empty else float(known.median())
+
+
+def spread_of(cost: CostModel) -> str:
+    """Return a sentence on the spread of a calibration's times."""
+    spread = cost.measured["spread"]
+    if spread is None:
+        return f"no step was timed {FEWEST} times, so the spread of the times is unknown"
+    return f"repeated times of the same step varied by {spread:.0%}"
 
 
 def _acceptance(pair: ModelPair) -> list[int] | None:

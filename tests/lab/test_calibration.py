@@ -20,6 +20,7 @@ from bass_lab.cli import main
 from bass_lab.drafters import LayerSkipDrafter
 from bass_lab.study import calibration, cost_check
 from bass_lab.study.calibration import Turn
+from bass_lab.study.mixed_model import Sample
 
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
 LEAST = {"batches": (1, 2), "query_lengths": (1, 2), "kv_lengths": (8,), "seconds": 0.0}
@@ -197,6 +198,17 @@ def test_short_turns_and_rare_points_come_more_often(monkeypatch):
     assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
 
 
+def test_spread_needs_four_samples_of_a_point():
+    def spread(*taken):
+        return calibration._spread([Sample("target_passes", (1,), 0.0, each) for each in taken])
+
+    assert spread(1.0) is spread(1.0, 3.0, 2.0) is None  # the interquartile range of a single sample is 0
+    assert spread(1.0, 1.0, 3.0, 3.0) == pytest.approx(1.0)
+    once = [Sample("target_passes", (2,), 0.0, 1.0)]
+    several = [Sample("overheads", (1,), 0.0, each) for each in (1.0, 1.0, 3.0, 3.0)]
+    assert calibration._spread(several + once) == pytest.approx(1.0)
+
+
 @pytest.fixture
 def command(caches, monkeypatch):
     small = partial(cost_check.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
@@ -215,7 +227,6 @@ def command(caches, monkeypatch):
 
 
 def test_command_measures_saves_and_checks(command, caches, monkeypatch):
-    monkeypatch.setattr(calibration, "QUIET", -1.0)
     result, document = command()
     cost = costs_for(bass.load_pair())
     assert document["saved"] == str(caches / cost.file_name)
@@ -226,7 +237,7 @@ def test_command_measures_saves_and_checks(command, caches, monkeypatch):
     assert np.median([line["relative"] for line in document["check"]]) == pytest.approx(1)
     for line in document["check"]:
         assert line["ratio"] == pytest.approx(line["predicted_ms"] / line["real_ms"])
-    assert "measure again when the machine is idle" in result.stderr
+    assert "no step was timed 4 times" in result.stderr and "on an idle machine" in result.stderr
 
 
 @pytest.mark.ci
