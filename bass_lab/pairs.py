@@ -69,6 +69,17 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
     return found
 
 
+def models_named(pair: ModelPair) -> str:
+    """Return the names of the loaded target and draft for records. Embedded models have short names."""
+
+    def short(model: PreTrainedModel | Drafter | None) -> str:
+        own = isinstance(model, PreTrainedModel) and Path(model.name_or_path).parent == ASSETS
+        return name_of(model).replace(type(model).__name__, "embedded", 1) if own else name_of(model)
+
+    names = " + ".join(map(short, (pair.target, getattr(pair.draft, "head", pair.draft))))
+    return "embedded pair" if names == "embedded target + embedded draft" else names
+
+
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
     """Return a display name: class, hub name or folder, quantization, dummy weights; a drafter's fingerprint."""
     if not isinstance(model, PreTrainedModel):

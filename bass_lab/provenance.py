@@ -1,4 +1,4 @@
-"""Describe the environment of a measurement: device, versions, commit."""
+"""Describe the origin of a measurement: loaded models, device, versions, commit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ import transformers
 
 from bass_core import __version__
 from bass_core.environment import processor
+from bass_core.loading.model_pair import ModelPair
+from bass_lab.pairs import models_named
 
 HERE = "bass_lab/provenance.py"  # path of this file in the project's repository
+
+
+def describe_run(pair: ModelPair) -> dict[str, str | int]:
+    """Return the names and the dtype of the loaded models, `synthetic`, and the environment: fields of a record."""
+    models = {"models": models_named(pair), "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    return models | {"synthetic": pair.synthetic} | describe_environment(pair.device)
 
 
 def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:

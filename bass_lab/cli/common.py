@@ -201,13 +201,6 @@ def _check_folder(path: Path) -> None:
         raise typer.BadParameter(f"cannot write into {there}: {error.strerror}") from error
 
 
-def models_named(target: str | None, draft: str | None) -> str:
-    """Return the name of the models in records."""
-    if target:
-        return f"{target} + {draft or 'n-gram'}"
-    return f"embedded pair, {draft}" if draft else "embedded pair"
-
-
 def kinds(written: str | None) -> str | dict[str, str] | None:
     """Parse --quantize: a kind for both models, or kinds by role."""
     if written is None or "=" not in written:

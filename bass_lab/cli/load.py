@@ -145,8 +145,7 @@ def load(
         document["costs"] = cost.device
     with Progress() as progress:
         if record is not None:
-            names = common.models_named(target, draft)
-            how = {"models": names, "served": served, "max_batch_size": max_batch_size, **own, "costs": _told(cost)}
+            how = {"served": served, "max_batch_size": max_batch_size, **own, "costs": _told(cost)}
             found = _recorded(record, asked, pair, serve, limits, warm_up, how, progress)
             if as_json:
                 common.print_json(document | {"line": found})

@@ -62,7 +62,7 @@ def bench(
     generation. The field of --json: results, a record per method, batch size and prompt set.
     """
     from bass_core.loading.model_pair import embedded_draft, load_draft
-    from bass_core.loading.quantization import SELF_DRAFTS, kind_of, quantized
+    from bass_core.loading.quantization import SELF_DRAFTS, quantized
     from bass_core.prompts import check_context, token_ids
     from bass_lab import drafters
     from bass_lab.measure import benchmark, records
@@ -88,9 +88,6 @@ def bench(
     for texts in sets.values():  # fail before measuring
         check_context(pair, max(map(len, token_ids(pair, texts))), max_new_tokens)
     where, results = {"dtype": pair.target.dtype, "device": pair.device}, []
-    held = {"target": pair.target, "draft": pair.drafter.models[0] if pair.drafter.models else None}
-    in_fewer_bits = {role: kind for role, model in held.items() if model is not None and (kind := kind_of(model))}
-    weights = "".join(f", {role} in {kind}" for role, kind in in_fewer_bits.items())
     others = {
         name: quantized(pair.target, SELF_DRAFTS[name])
         if name in SELF_DRAFTS
@@ -101,7 +98,6 @@ def bench(
         for lines in benchmark.bench(
             pair,
             sets,
-            models=common.models_named(target, draft) + weights,
             batches=rows,
             methods=methods or benchmark.methods_of(pair),
             repeats=repeats,
@@ -223,8 +219,7 @@ def record(
     draft tokens before it were accepted).
     """
     from bass_lab.named_pairs import named_pair
-    from bass_lab.pairs import name_of
-    from bass_lab.provenance import describe_environment
+    from bass_lab.provenance import describe_run
     from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import label, prompt_set
 
@@ -233,8 +228,7 @@ def record(
     limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with Progress() as progress:
         trace = recording.record(pair, texts, rollout=12, **limits, progress=progress)
-    models = [name_of(model) for model in (pair.target, pair.draft)]
-    trace.meta.update(describe_environment(pair.device), prompt_set=label(prompts), models=models)
+    trace.meta.update(describe_run(pair), prompt_set=label(prompts))
     output.parent.mkdir(parents=True, exist_ok=True)
     trace.save(output)
     if as_json:

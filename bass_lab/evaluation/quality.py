@@ -36,7 +36,7 @@ from bass_core.prompts import check_context, token_ids
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
 from bass_lab.kept_session import KeptSession
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_run
 
 OF_A_CALL = ("num_return_sequences", "max_new_tokens", "time_budget", "seed")  # options of a call, not of a session
 METHODS = ("regular", "single", "batched")
@@ -123,7 +123,7 @@ def compare(
     }
     _check(pair, problems, options)
     ours, (grade, grading) = grade is None, _grader(grade, unsafe)
-    environment = describe_environment(pair.device)
+    environment = describe_run(pair)
     timed_by = [name for name in TIMED_BY if pair.device.type == "cpu" or name != "threads"]
     common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in timed_by}}
     with ExitStack() as files:

@@ -25,7 +25,7 @@ from bass_lab.gpu.command import Lines
 from bass_lab.measure import records
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.repeated_way import WARM_UPS
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_run
 from bass_lab.study import calibration, cost_check, recording
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -94,7 +94,7 @@ def costs(folder: Path, rehearse: bool) -> PartFile:
         texts = prompt_set("mini", 2 if rehearse else 96)
         limits = {"samples": 1, "max_new_tokens": 8 if rehearse else 128, "temperature": 0.2, "seed": 0}
         trace = recording.record(pair, texts, rollout=12, **limits)
-        trace.meta.update(describe_environment(), prompt_set="mini")
+        trace.meta.update(describe_run(pair), prompt_set="mini")
         trace.save(acceptance)
         return {"saved": acceptance.name, "alpha": trace.alpha}
 

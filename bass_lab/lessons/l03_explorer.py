@@ -19,7 +19,7 @@ from bass_core.loop.trace import Trace
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.prompts import token_ids
 from bass_lab.pairs import drafters_for
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_run
 from bass_lab.show import live_figures
 from bass_lab.show.looks import LOOKS
 from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer
@@ -131,7 +131,7 @@ class AcceptanceExplorer:
     def _run(self) -> None:
         names = ("temperature", "verification", "seed")
         texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
-        pair = replace(self.pair, draft=self.drafters[self.controls["drafter"].value])
+        pair = self.used = replace(self.pair, draft=self.drafters[self.controls["drafter"].value])
         if self.out is None:  # probing and warm-up happen once and are not timed
             generate(pair, texts, **options | {"max_new_tokens": 4})
         policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
@@ -178,7 +178,6 @@ class AcceptanceExplorer:
         return {
             "schema": "acceptance",
             "method": "batched" if summary["alpha"] >= 0 else "regular",
-            "dtype": str(self.pair.target.dtype).removeprefix("torch."),
             **{name: self.controls[name].value for name in names},
             "batch": self.controls["batch_size"].value,
             "k": self.controls["draft_length"].value if fixed else None,
@@ -186,7 +185,7 @@ class AcceptanceExplorer:
             **rates,
             "tokens_per_step": summary["tokens_per_step"],
             "same_text": self.same_text,
-            **describe_environment(self.pair.device),
+            **describe_run(self.used),
         }
 
     def static(self) -> tuple:

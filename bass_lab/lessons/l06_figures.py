@@ -100,7 +100,7 @@ def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
 def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:
     """Return the phases of the decode steps as records of kind "phases" (docs/RECORDS.md). settings: method, batch, k
     (None: the default policy) and max_new_tokens."""
-    about = {name: profile.about[name] for name in ("dtype", "device", "torch", "commit")}
+    about = {name: profile.about[name] for name in ("models", "dtype", "device", "torch", "commit")}
     table = profile.phases.loc["decode"].rename_axis("phase").reset_index()
     measured = table[["phase", "ms", "share", "kernels", "gap_ms"]].to_dict("records")
     return [{"schema": "phases", **settings, **line, **about} for line in measured]

@@ -11,7 +11,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_lab.load.capacity import bearable_rate, highest_load
 from bass_lab.load.result import LoadRun, Target
 from bass_lab.load.workload import Workload
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_run
 
 NONE, DEFAULT = "none", "default"
 SLACK = 2.0  # default target: limit between tokens, relative to a request alone
@@ -84,9 +84,8 @@ def _line(rate: float, both: dict[str, LoadRun], target: Target, warm_up: float)
 
 
 def record_line(measured: dict, workload: Workload, pair: ModelPair, **how: object) -> dict:
-    """Return `measured` as a line of kind "load". how: models, served, max_batch_size, temperature, costs."""
-    line = {"schema": "load", **measured, **how}
-    line |= {"dtype": str(pair.target.dtype).removeprefix("torch."), "synthetic": pair.synthetic}
+    """Return `measured` as a line of kind "load". how: served, max_batch_size, temperature, costs."""
+    line = {"schema": "load", **measured, **how, **describe_run(pair)}
     line |= {"prompt_set": workload.meta.get("prompts", ""), "arrivals": workload.meta.get("arrivals", "recorded")}
     line |= {"requests": len(workload), "new_tokens": float(workload.requests.max_new_tokens.mean())}
-    return line | {"seed": workload.meta.get("seed", 0)} | describe_environment(pair.device)
+    return line | {"seed": workload.meta.get("seed", 0)}

@@ -42,7 +42,7 @@ from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
 from bass_lab.measure.ratios import Ratio, counted_repeats
 from bass_lab.measure.timed_runs import Method
 from bass_lab.pairs import in_dtype
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_run
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 OTHER = "other_draft"
@@ -195,7 +195,6 @@ def bench(
     pair: ModelPair,
     sets: dict[str, Sequence[str]],
     *,
-    models: str,
     batches: Sequence[int] = (1, 2, 4, 8, 16),
     methods: Sequence[str],
     repeats: int = 7,
@@ -207,9 +206,9 @@ def bench(
     """Compare the methods on prompt sets at several batch sizes. Yield the records of each set and batch size.
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next prompts of
-    the set instead of the first. models: the name of the pair in records. options: max_new_tokens (128), temperature
-    (0.2), draft_length (5), other_lengths, other_drafts and take_turns as in `compare`. At batch 1, `single` is left
-    out: `batched` is the same. The field exactness counts each method's exact rows in a greedy float32 run.
+    the set instead of the first. options: max_new_tokens (128), temperature (0.2), draft_length (5), other_lengths,
+    other_drafts and take_turns as in `compare`. At batch 1, `single` is left out: `batched` is the same. The field
+    exactness counts each method's exact rows in a greedy float32 run.
 
     Raises ValueError as `compare` does, and without the method `regular`.
     """
@@ -218,10 +217,8 @@ def bench(
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
     new, others = options["max_new_tokens"], options.setdefault("other_drafts", {})
     exact = in_dtype(pair, torch.float32)
-    common = {"schema": "speed", "models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
-    common |= {"repeats": repeats, "seed": 0, "max_new_tokens": new, "temperature": options["temperature"]}
-    common |= {"vary_prompts": vary_prompts, "take_turns": take_turns, "synthetic": pair.synthetic}
-    common |= describe_environment(pair.device)
+    common = {"schema": "speed", **describe_run(pair), "repeats": repeats, "seed": 0, "max_new_tokens": new}
+    common |= {"temperature": options["temperature"], "vary_prompts": vary_prompts, "take_turns": take_turns}
     in_float32 = {name: in_dtype(replace(pair, draft=draft), torch.float32).draft for name, draft in others.items()}
     at_zero = options | {"temperature": 0.0, "other_drafts": in_float32}
     del at_zero["max_new_tokens"]

@@ -28,11 +28,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from bass_core.environment import write_whole
+from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.phases import FIRST
 from bass_core.loop.trace import Trace
 from bass_core.session import Session
 from bass_lab.measure import kernel_events
-from bass_lab.provenance import describe_environment
+from bass_lab.provenance import describe_environment, describe_run
 
 PHASES = ("prefill", "plan", "draft", "verify", "commit")
 COUNTS = ("rows", "k", "drafted", "accepted", "emitted")
@@ -197,7 +198,7 @@ def profile() -> Iterator[Profile]:
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
         text = Path(folder, "trace.json").read_bytes()
-    result._fill(text, phases.table(), phases.about | describe_environment(phases.device))
+    result._fill(text, phases.table(), phases.about())
 
 
 @contextmanager
@@ -217,8 +218,7 @@ class _Phases:
     """Listener that turns the phases of sessions into ranges of torch's profiler, and counts the steps."""
 
     def __init__(self):
-        self.about = {"device_type": "cpu", "dtype": ""}
-        self.device = torch.device("cpu")
+        self._pair: ModelPair | None = None
         self._thread = threading.get_ident()  # torch profiles only this thread
         self._steps: list[dict] = []
         self._traces: list[Trace] = []
@@ -234,9 +234,7 @@ class _Phases:
             run = next(place for place, trace in enumerate(self._traces) if trace is session.trace)
             kind = "prefill" if phase == "prefill" else "decode"
             self._steps.append({"run": run, "number": number, "kind": kind})
-            target = session.pair.target
-            self.device = target.device
-            self.about = {"device_type": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
+            self._pair = session.pair
         if phase:
             self._range = record_function(kernel_events.range_name(len(self._steps) - 1, phase))
             self._range.__enter__()
@@ -245,6 +243,12 @@ class _Phases:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
+
+    def about(self) -> dict:
+        """Return the fields of `Profile.about`."""
+        if self._pair is None:
+            return {"device_type": "cpu", "dtype": ""} | describe_environment(torch.device("cpu"))
+        return {"device_type": self._pair.device.type} | describe_run(self._pair)
 
     def table(self) -> pd.DataFrame:
         """Return the steps with the counts from their traces."""

@@ -38,7 +38,6 @@ def lines(pair) -> list[dict]:
     (found,) = benchmark.bench(
         pair,
         {"three": PROMPTS},
-        models="tiny",
         batches=[3],
         methods=benchmark.METHODS,
         repeats=2,
@@ -56,6 +55,7 @@ def test_every_method_is_measured(lines):
     for line in lines:
         assert record_lines.kind_of(line) == "speed"
         assert line["exactness"] == {"dtype": "float32", "rows": 3, "identical": 3}
+        assert line["models"] == "LlamaForCausalLM + LlamaForCausalLM"  # the loaded pair's
         assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
         assert ("step_overhead" in line) == ((line["method"], line["k"]) in (("regular", None), ("batched", 3)))
         assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
@@ -66,7 +66,7 @@ def test_other_drafters_are_measured_by_name(pair):
     others = {"ngram": NgramDrafter(longest=1), "ngram 2": NgramDrafter(longest=2)}
     how = {"batches": [2], "methods": ["regular"], "repeats": 1, "max_new_tokens": 6, "draft_length": 3}
     how |= {"other_lengths": [1], "other_drafts": others, "take_turns": True}
-    (found,) = benchmark.bench(pair, {"own": PROMPTS[:2]}, models="tiny", **how)
+    (found,) = benchmark.bench(pair, {"own": PROMPTS[:2]}, **how)
     named = [(line["method"], line.get("drafter"), line["k"]) for line in found]
     drafted = [("other_draft", name, k) for name in others for k in (3, 1)]
     assert named == [("regular", None, None), ("batched", None, 1), *drafted]
@@ -77,7 +77,7 @@ def test_other_drafters_are_measured_by_name(pair):
 def test_default_policy_records_its_costs(pair, lines):
     assert [line["k"] for line in lines if "costs" in line] == [None]
     assert lines[-1]["costs"] is None  # no measured costs: a fixed length
-    embedded, how = load_pair(dtype="float32"), {"models": "embedded", "repeats": 1, "max_new_tokens": 4}
+    embedded, how = load_pair(dtype="float32"), {"repeats": 1, "max_new_tokens": 4}
     methods = ["regular", "single", "batched"]  # no `single` for one row
     prompts = {"mini": prompt_set("mini", 1)}
     (found,) = benchmark.bench(embedded, prompts, methods=methods, batches=[1], draft_length=None, **how)
@@ -95,7 +95,7 @@ def test_wrong_text_is_not_exact(pair, monkeypatch):
         return [first + 1, *others]
 
     monkeypatch.setattr(timed_runs, "transformers_generate", wrong)
-    options = {"models": "tiny", "methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
+    options = {"methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
     (found,) = benchmark.bench(pair, {"three": PROMPTS}, batches=[3], other_lengths=[1, None], **options)
     assert [line["exactness"]["identical"] for line in found] == [2, 3, 3, 3, 3]
     assert {record_lines.kind_of(line) for line in found} == {"speed"}  # transformers' line is a result, too

@@ -14,7 +14,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 
 import bass_core as bass
 from bass_core import generation
-from bass_lab.cli import common, decoding
+from bass_lab.cli import decoding
 from bass_lab.show import pages
 
 PROMPT = "def add(a, b):\n"
@@ -296,10 +296,3 @@ def test_models_are_quantized_by_name(target, draft):
     document = json.loads(result.stdout)
     assert [document[role]["weights"] for role in ("target", "draft")] == ["int8", "int4"]
     assert document["draft"]["weight_bytes"] < 4 * document["draft"]["parameters"]
-
-
-def test_records_name_the_drafter():
-    named = {(None, None): "embedded pair", (None, "feature_head"): "embedded pair, feature_head"}
-    named |= {("mine", None): "mine + n-gram", ("mine", "layers:4"): "mine + layers:4"}
-    for options, name in named.items():
-        assert common.models_named(*options) == name

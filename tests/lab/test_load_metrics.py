@@ -220,7 +220,7 @@ def test_measurement_is_a_valid_record():
     assert found["least_over_none"] == min(line["over_none"] for line in found["tried"]) > 1
     rates = [line["rate"] for line in found["tried"]]
     assert rates == sorted(set(rates)) and set(found["highest"].values()) <= set(rates)
-    how = {"models": "made up", "served": "simulated", "max_batch_size": 8, "temperature": 0.0, "costs": None}
+    how = {"served": "simulated", "max_batch_size": 8, "temperature": 0.0, "costs": None}
     assert record_lines.kind_of(record_line(found, drawn, bass.load_pair(), **how)) == "load"
 
 

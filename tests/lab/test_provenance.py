@@ -1,12 +1,16 @@
-"""The commit of a measurement. The query changes no file and starts no program."""
+"""The models and the commit of a measurement. The query of the commit changes no file and starts no program."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+import bass_core as bass
+from bass_core.loading.model_pair import ASSETS
 from bass_lab import provenance
+from bass_lab.drafters import LayerSkipDrafter
 
 
 @pytest.fixture
@@ -41,6 +45,17 @@ def test_commit_and_changes_of_this_repository(repository, tmp_path):
         assert commit == git("rev-parse", "--short=12", "HEAD") and len(changes) == 6
         found.add(changes)
     assert len(found) == 2
+
+
+def test_records_name_the_loaded_models(tmp_path):
+    shutil.copytree(ASSETS / "draft", tmp_path / "mine")
+    drafts = {None: "embedded pair", "feature_head": "embedded target + embedded feature_head"}
+    drafts |= {"ngram": "embedded target + n-gram lookup", tmp_path / "mine": "embedded target + LlamaForCausalLM mine"}
+    drafts |= {LayerSkipDrafter(4): "embedded target + LayerSkipDrafter layers=4"}
+    for draft, name in drafts.items():
+        assert provenance.describe_run(bass.load_pair(draft=draft, dtype="float32"))["models"] == name
+    in_bits = provenance.describe_run(bass.load_pair(quantize={"draft": "int8"}))
+    assert in_bits["models"] == "embedded target + embedded draft (int8)" and not in_bits["synthetic"]
 
 
 def test_surrounding_repository_is_ignored(repository, monkeypatch, tmp_path):

@@ -249,19 +249,19 @@ def test_file_of_other_settings_is_refused_and_left_alone(pair, stored):
 
 
 def test_other_threads_are_refused_with_their_number(pair, stored, monkeypatch):
-    here = quality.describe_environment(pair.device)
-    monkeypatch.setattr(quality, "describe_environment", lambda device: here | {"threads": here["threads"] + 1})
+    here = quality.describe_run(pair)
+    monkeypatch.setattr(quality, "describe_run", lambda pair: here | {"threads": here["threads"] + 1})
     with pytest.raises(ValueError, match=f"continue with OMP_NUM_THREADS={here['threads']}, or give another folder"):
         again(pair, stored)
 
 
 def test_changed_code_is_a_warning(pair, stored, monkeypatch):
-    here = quality.describe_environment(pair.device) | {"commit": "1" * 12}
+    here = quality.describe_run(pair) | {"commit": "1" * 12}
     lines = stored.read_text().split("\n")
     header = json.loads(lines[0])
     header["environment"]["commit"] = "2" * 12
     stored.write_text("\n".join([json.dumps(header), *lines[1:]]))
-    monkeypatch.setattr(quality, "describe_environment", lambda device: here)
+    monkeypatch.setattr(quality, "describe_run", lambda pair: here)
     with pytest.warns(UserWarning, match="begun by commit 222222222222, and new samples are of commit 111111111111"):
         again(pair, stored)
 

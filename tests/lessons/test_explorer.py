@@ -12,7 +12,7 @@ import record_lines
 import bass_core as bass
 from bass_lab.lessons import l03_explorer as explorer_module
 from bass_lab.lessons.l03_explorer import POLICIES, AcceptanceExplorer
-from bass_lab.pairs import drafters_for
+from bass_lab.pairs import drafters_for, models_named
 from bass_lab.show import plots, token_views
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -214,5 +214,6 @@ def test_record_holds_settings_and_acceptance(pair):
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["k"] == 3 and record["method"] == "batched" and record["same_text"] is True
     assert (record["alpha"], record["tokens_per_step"]) == (summary["alpha"], summary["tokens_per_step"])
+    assert record["models"] == models_named(pair)
     explorer.controls["draft_length"].value = 0
     assert explorer.record()["method"] == "regular" and explorer.record()["alpha"] is None

@@ -133,7 +133,7 @@ def test_phases_are_lines_of_a_record(speculative):
     found, _ = speculative
     lines = l06_figures.phase_lines(found, method="batched", batch=3, k=None, max_new_tokens=16)
     assert {record_lines.kind_of(line) for line in lines} == {"phases"}
-    assert [line["phase"] for line in lines] == list(PHASES[1:])
+    assert [line["phase"] for line in lines] == list(PHASES[1:]) and lines[0]["models"] == found.about["models"]
     assert sum(line["share"] for line in lines) == pytest.approx(1)
 
 
