@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from documents import ROOT
 
+from bass_lab.gpu import decoding
 from bass_lab.measure import benchmark, records
 from bass_lab.measure.ratios import Ratio
 
@@ -119,6 +120,9 @@ def test_load_equals_the_record():
 @CARDS
 def test_real_sizes_equal_the_record(name, card):
     lines, benchmarks = records.read(RECORDS / f"gpu_{card}.jsonl"), text_of("docs/BENCHMARKS.md")
+    scaled = decoding.paper_on(lines[0]["device"]).rpartition(": ")[2]
+    assert f"{scaled} on the {name}" in benchmarks
+    regular = {line["batch"]: line["mean_ms"] for line in lines if line["method"] == "regular"}
     for line in lines:
         drafts, pads = line["method"] == "batched", line["attention"] == "pad"
         cells = [
@@ -127,6 +131,7 @@ def test_real_sizes_equal_the_record(name, card):
             ", ".join(filter(None, (line["method"], line["policy"], "PAD" * pads))),
             f"{line['alpha']:g}" if drafts else "",
             f"{line['mean_ms']:.2f}, {line['last_ms']:.2f}",
+            f"{regular[line['batch']] / line['mean_ms']:.2f}×" if drafts else "",
             with_interval(Ratio(**line["over_regular"])) if drafts else "",
             f"{line['tokens_per_step']:.2f}",
             f"{line['utilisation']['bandwidth']:.0%}",

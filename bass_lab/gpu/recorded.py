@@ -100,15 +100,16 @@ def _kernels(path: Path) -> GpuRecord:
 def _ways(path: Path) -> GpuRecord:
     """Read decoding methods at real sizes, with transformers' generate (peers_*): one line per shape, batch and method.
 
-    Fields are as in `gpu.decoding`, with `over_regular` flattened by `records.frame`. exact: the embedded pair decoded
-    exactly with these settings (None: not checked, as for transformers' generate).
+    Fields are as in `gpu.decoding`, with `over_regular` flattened by `records.frame`, and over_regular_mean. exact: the
+    embedded pair decoded exactly with these settings (None: not checked, as for transformers' generate).
     """
     peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
     lines = [line for each in (path, peers) if each.exists() for line in _read(each, *decoding.KINDS)]
     lines = [line for line in _latest(lines, WAY) if line["shape"] != DRY.shape]
 
     def table(timed: Sequence[dict]) -> pd.DataFrame:
-        return records.frame(timed).assign(exact=[line["exactness"]["passed"] for line in timed])
+        found = records.frame(timed).assign(exact=[line["exactness"]["passed"] for line in timed])
+        return records.with_means(found, ["shape", "batch"])
 
     return _of_lines(lines, table)
 

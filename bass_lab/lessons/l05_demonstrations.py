@@ -142,7 +142,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
 
     alphas: α by layers. A pass takes its roofline time at `SHARE` of the data sheet, plus a launch time proportional to
     layers (`LAUNCHES`; a fifth of the target's for `PAPERS_LAYERS`). Columns: launches, layers, α, draft ms, best k, ms
-    (per token of a row), over regular.
+    (per token of a row), over_regular.
     """
     device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
     lines = []
@@ -156,7 +156,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
             k, speed = best_fixed_length(cost, batch, alpha)
             line = {"launches": how, "layers": layers, "α": alpha, "draft ms": 1e3 * float(cost.draft(batch, 1, 256))}
             regular_ms = 1e3 * float(cost.step(batch, 0, 256))
-            lines.append(line | {"best k": k, "ms": regular_ms / speed, "over regular": speed})
+            lines.append(line | {"best k": k, "ms": regular_ms / speed, "over_regular": speed})
     return pd.DataFrame(lines)
 
 

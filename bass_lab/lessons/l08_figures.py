@@ -14,43 +14,48 @@ from bass_lab.show.looks import METHODS, bars, curve, empty_figure, interval, ti
 def throughput_figure(records: pd.DataFrame) -> go.Figure:
     """Return tokens per second of the batch, per batch size and method."""
     figure = empty_figure(titled("Throughput of the batch", records), "batch size", "tokens per second", 420)
-    for method, part in _by_method(records):
-        drawn = bars(method, part.batch.astype(str), part.tokens_per_second, method)
+    for method, look, part in _by_method(records):
+        drawn = bars(method, part.batch.astype(str), part.tokens_per_second, look)
         figure.add_trace(drawn.update(hovertemplate=f"{method}, batch %{{x}}: %{{y:,.0f}} tokens/s<extra></extra>"))
     return figure.update_xaxes(type="category")
 
 
 def gain_figure(records: pd.DataFrame) -> go.Figure:
-    """Return relative speed against the batch size, with 95% intervals of the paired ratios."""
-    figure = empty_figure(titled("Speed relative to regular decoding", records), "batch size", "times as fast", 420)
-    for method, part in _by_method(records):
+    """Return over_regular against the batch size, with 95% intervals of the paired ratios."""
+    sets = ", ".join(records.prompt_set.unique())
+    title = titled(f"Throughput ÷ throughput of regular decoding: {sets}", records)
+    figure = empty_figure(title, "batch size", "over_regular", 420)
+    for method, look, part in _by_method(records):
         if method != "regular":
             whiskers = interval(part.over_regular, part.low, part.high)
-            line = curve(method, part.batch.astype(str), part.over_regular, method, error_y=whiskers)
+            line = curve(method, part.batch.astype(str), part.over_regular, look, error_y=whiskers)
             figure.add_trace(line.update(hovertemplate=f"{method}, batch %{{x}}: %{{y:.2f}}×<extra></extra>"))
     figure.add_hline(1, line={"color": "#444444", "width": 1})
     return figure.update_xaxes(type="category").update_yaxes(rangemode="tozero")
 
 
 def latency_figure(records: pd.DataFrame) -> go.Figure:
-    """Return ms per token of a row: first row, mean and last row."""
-    figure = empty_figure("Latency of a row: first, mean and last", "batch size", "ms per token", 420)
+    """Return ms per token of a row: the mean as a marker, and a line from the first row to the last row."""
+    figure = empty_figure("Latency: mean (marker), first to last row (line)", "batch size", "ms per token", 420)
     parts, sizes = _by_method(records), sorted(records.batch.unique())
-    for place, (method, part) in enumerate(parts):
+    for place, (method, look, part) in enumerate(parts):
         beside = (place - (len(parts) - 1) / 2) * 0.13
         whiskers = interval(part.mean_ms, part.first_ms, part.last_ms, thickness=3)
         hover = f"{method}, batch %{{customdata[0]}}: first %{{customdata[1]:.2f}}, mean %{{y:.2f}}, "
-        marks = curve(method, part.batch.map(sizes.index) + beside, part.mean_ms, method, "markers", error_y=whiskers)
+        marks = curve(method, part.batch.map(sizes.index) + beside, part.mean_ms, look, "markers", error_y=whiskers)
         marks.update(customdata=part[["batch", "first_ms", "last_ms"]])
         figure.add_trace(marks.update(hovertemplate=hover + "last %{customdata[2]:.2f} ms<extra></extra>"))
     ticks = {"tickvals": list(range(len(sizes))), "ticktext": [str(size) for size in sizes]}
     return figure.update_xaxes(ticks).update_yaxes(rangemode="tozero")
 
 
-def _by_method(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return the lines of each method in the order of `METHODS`, for the first draft length."""
+def _by_method(records: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """Return name, look and lines of each method in the order of `METHODS`, for its first draft length. "batched" with
+    the default policy is a method of its own if the record also has a fixed length."""
     once = records.drop_duplicates(["method", "batch"])
-    return [(method, once[once.method == method]) for method in METHODS if (once.method == method).any()]
+    found = [(method, method, once[once.method == method]) for method in METHODS if (once.method == method).any()]
+    default = records[(records.method == "batched") & records.k.isna()].drop(once.index, errors="ignore")
+    return found + [("batched, default policy", "bonus", default)] * (len(default) > 0)
 
 
 def phases_figure(phases: pd.DataFrame) -> go.Figure:
@@ -81,18 +86,19 @@ def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
 
 
 def real_sizes_figure(table: pd.DataFrame) -> go.Figure:
-    """Return ms per token of a row, a bar per line of `at_real_sizes` labelled with the speed over regular."""
-    title = titled("7.8B + 310M on a GPU: time per token of a row", table)
+    """Return mean ms per token, a bar per line of `at_real_sizes`. Speculative bars are labelled over_regular_mean, the
+    quotient of two bars."""
+    title = titled("7.8B + 310M on a GPU: mean time per token of a row", table)
     figure = empty_figure(title, "ms per token (mean over rows)", "", 150 + 27 * len(table))
-    papers = table.source.map({"the paper": " (paper)"}).fillna("")
-    labels = ("batch " + table.batch.astype(str) + ": " + table.way + papers).tolist()
-    table = table.assign(label=labels)
+    papers = table.source.map({"the paper": " (paper, A100)"}).fillna("")
+    table = table.assign(label="batch " + table.batch.astype(str) + ": " + table.way + papers)
     looks = {"roofline": "nothing", "the paper": "baseline"}
     for (source, method), part in table.groupby(["source", "method"], sort=False):
         name = {"roofline": "roofline (model)", "the paper": "the paper"}.get(source, method)
-        texts = ["" if pd.isna(value) else f"{value:.2f}× regular" for value in part["over regular"]]
+        shown = part.over_regular_mean.where(part.method != "regular")
+        texts = ["" if pd.isna(value) else f"{value:.2f}×" for value in shown]
         drawn = bars(name, part.ms, part.label, looks.get(source, method), orientation="h", customdata=part.device)
         drawn.update(text=texts, textposition="outside", cliponaxis=False)
         figure.add_trace(drawn.update(hovertemplate="%{y}: %{x:.2f} ms, %{customdata}<extra></extra>"))
-    figure.update_layout(barmode="overlay").update_xaxes(range=[0, 1.2 * table.ms.max()])
-    return figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], ticksuffix=" ")
+    figure.update_layout(barmode="overlay").update_xaxes(range=[0, 1.1 * table.ms.max()])
+    return figure.update_yaxes(categoryorder="array", categoryarray=table.label[::-1], ticksuffix=" ")

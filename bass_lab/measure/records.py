@@ -255,6 +255,13 @@ def frame(lines: Sequence[dict]) -> pd.DataFrame:
     return pd.DataFrame(flat).drop(columns="exactness", errors="ignore")
 
 
+def with_means(table: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Return a table of timed lines with the column over_regular_mean: the mean latency of regular decoding ÷ the
+    line's. (over_regular compares throughput, until the last row ends.) by: columns that lines to compare share."""
+    regular = table[table.method == "regular"].drop_duplicates(by)[[*by, "mean_ms"]]
+    return table.assign(over_regular_mean=(table[by].merge(regular, "left", by).mean_ms.to_numpy() / table.mean_ms))
+
+
 def load_records(path: str | Path | None = None) -> pd.DataFrame:
     """Load the records of a file of JSON lines, the folder of a sweep, or a folder of both, as a table.
 

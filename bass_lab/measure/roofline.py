@@ -141,7 +141,8 @@ class Roofline:
 
 
 # Peaks from data sheets, models in bf16. The paper uses the 7.8B target and the 310M draft (4 layers × 2048).
-A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not name the variant
+A100_BANDWIDTH = (1.555e12, 2.039e12)  # of the 40 GB and the 80 GB variant; the paper does not name the variant
+BANDWIDTHS = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}  # by the beginning of a device's name
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
 TARGET_8B = StepWork(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
 DRAFT_310M = StepWork(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
