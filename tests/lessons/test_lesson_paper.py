@@ -1,10 +1,12 @@
 """Lesson 14: states of claims, the paper's PAD and SPLIT attention, replays and tables."""
 
 import re
+from types import SimpleNamespace
 
 import lesson_runs
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -85,6 +87,22 @@ def test_regular_rows_finish_together(made_up):
     assert regular.first == pytest.approx(regular.last) == pytest.approx(regular.every)
     assert regular.tokens_per_s == pytest.approx(4e3 / regular.every)
     assert speculative.first < speculative.every < speculative.last < regular.first
+
+
+def test_first_and_last_are_the_lowest_and_highest_latency():
+    """The row that ends first may have few tokens, and so more milliseconds per token."""
+    samples = {"problem": [0, 0], "finish_seconds": [1.0, 2.0], "tokens": [10, 100], "passed": [True, False]}
+    (line,) = demonstrations.table_lines({"batched": SimpleNamespace(samples=pd.DataFrame(samples))})
+    assert (line["first"], line["all"], line["last"]) == (20, 60, 100)
+
+
+def test_claims_of_others_have_a_source_and_a_year():
+    cells = {cell.id: cell.source for cell in LESSON.cells if cell.id.startswith("after-")}
+    quote = re.compile(r"^> [^\n]+(?:\n> [^\n]+)*", re.MULTILINE)
+    claims = [claim for source in cells.values() for claim in quote.findall(source)]
+    assert len(claims) == 6
+    for claim in claims:
+        assert re.search(r"\([^()]*\b20\d\d\b[^()]*\)$", claim), claim
 
 
 def test_utilisation_counts_verified_and_emitted_tokens(made_up):
