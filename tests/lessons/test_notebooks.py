@@ -45,6 +45,17 @@ def test_notebook_is_committed_clean(path):
 
 
 @every_notebook
+def test_no_cell_rebinds_an_imported_name(path):
+    """Otherwise a second run of the cell in the same kernel fails."""
+    nodes = [node for cell in code_cells(path) for node in ast.walk(ast.parse(cell.source))]
+    imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    local = {name for node in nodes if isinstance(node, ast.comprehension) for name in ast.walk(node.target)}
+    names = [node for node in nodes if isinstance(node, ast.Name) and node not in local]
+    stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    assert not stored & {alias.asname or alias.name for alias in imports}
+
+
+@every_notebook
 def test_default_parameters_check_every_claim(path):
     """Cells assert a claim only if the parameters meet a condition. The defaults must meet all conditions."""
     code, defaults = code_cells(path), {}
