@@ -1,7 +1,9 @@
 """Parameters of a notebook: declarations, rules and validation.
 
-A notebook declares parameters in the cell tagged `parameters`, as annotated literals (`batch_size: int = 8`). Rules are
-`COMMON_RULES` and the arguments of the notebook's `check_parameters` call, which `bass sweep` parses but does not run.
+A notebook declares parameters in the cell tagged `parameters`, as literals with a plain type (`batch_size: int = 8`):
+papermill does not recognise unions. Rules are `COMMON_RULES` and the arguments of the notebook's `check_parameters`
+call, which `bass sweep` parses but does not run. A default None, or a rule such as ">= 1 or auto", permits None. A list
+of numbers also takes a single number, and the notebook receives a list.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bass_core.exactness.verification import RULES as VERIFICATIONS
 from bass_lab.sweep.store import AUTO
 from bass_lab.texts.prompt_sets import NAMES
 
-Rule = str | Sequence  # a bound ("> 0", ">= 1"), or the permitted values; a value with "*" is a pattern
+Rule = str | Sequence  # a bound ("> 0", ">= 1 or auto"), or the permitted values; a value with "*" is a pattern
 
 COMMON_RULES: dict[str, Rule] = {  # for names with the same meaning in every notebook
     **dict.fromkeys(("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count"), ">= 1"),
@@ -35,14 +37,15 @@ COMMON_RULES: dict[str, Rule] = {  # for names with the same meaning in every no
     "verification": (*VERIFICATIONS, "coupled"),
 }
 COMPARISONS = {">": operator.gt, ">=": operator.ge}
-KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": NoneType}
+KINDS = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict}
+OR_AUTO = f" or {AUTO}"  # end of a rule that permits None
 WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping"}
 INJECTED = "# Parameters"  # first line of the cell that papermill inserts
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """kinds: types in the annotation. elements: types of a list's elements (empty: any). rule: further constraint."""
+    """kinds: types of the value. elements: types of a list's elements (empty: any). rule: further constraint."""
 
     name: str
     kinds: tuple[type, ...]
@@ -71,7 +74,10 @@ class Parameter:
         if type(value) is list and self.elements:
             value = self._checked_elements(value)
         if type(value) not in self.kinds or not _obeys(value, self.rule):
-            raise ValueError(f"{self.name} must be {self.accepted}; got {value!r}")
+            listed = type(value) is str and list in self.kinds
+            text = value if listed and value.startswith("[") else f"[{value}]"
+            hint = f'. With papermill, give a list as -y "{self.name}: {text}"' if listed else ""
+            raise ValueError(f"{self.name} must be {self.accepted}; got {value!r}{hint}")
         return value
 
     def _checked_elements(self, values: list) -> list:
@@ -92,7 +98,8 @@ class Parameter:
 
 
 def check_parameters(**rules: Rule) -> None:
-    """Check the parameters of a notebook, after the parameters cell. "auto" becomes None where None is permitted.
+    """Check the parameters of a notebook, after the parameters cell. "auto" becomes None where None is permitted, and a
+    number becomes a list for a list of numbers.
 
     rules: replace `COMMON_RULES`. Each rule is a literal: the permitted values (a list or range), or a bound such as
     "> 0". Raises ValueError for a wrong value, and for an unknown name set by papermill, listing the valid names.
@@ -111,7 +118,8 @@ def check_parameters(**rules: Rule) -> None:
     for statement in ast.parse(injected).body:
         known("this notebook", statement.targets[0].id, parameters)
     for parameter in parameters.values():
-        names[parameter.name] = parameter.check(names[parameter.name])
+        value = parameter.check(names[parameter.name])
+        names[parameter.name] = [value] if list in parameter.kinds and type(value) in (int, float) else value
 
 
 def of_notebook(notebook: Mapping, title: str) -> dict[str, Parameter]:
@@ -134,15 +142,19 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
     found = {}
     for statement in ast.parse(source).body:
         try:
-            name, kinds = statement.target.id, _kinds(statement.annotation)
+            name, kind = statement.target.id, _kind(statement.annotation)
             default = ast.literal_eval(statement.value)
+            elements = _elements(statement.annotation, default)
         except (AttributeError, KeyError, ValueError):
             raise ValueError(
-                f"parameters must be lines like `batch_size: int = 8` with the types {', '.join(KINDS)}, or unions "
-                f"with |; got {ast.unparse(statement)!r}"
+                f"parameters must be lines like `batch_size: int = 8` with the types {', '.join(KINDS)}; got "
+                f"{ast.unparse(statement)!r}"
             ) from None
-        rule = rules.get(name, COMMON_RULES.get(name))
-        found[name] = Parameter(name, kinds, default, rule, _elements(statement.annotation, default))
+        rule, optional = rules.get(name, COMMON_RULES.get(name)), default is None
+        if isinstance(rule, str) and rule.endswith(OR_AUTO):
+            rule, optional = rule.removesuffix(OR_AUTO), True
+        kinds = (*(each for each in elements if each in (int, float)), kind, *[NoneType] * optional)
+        found[name] = Parameter(name, kinds, default, rule, elements)
     if strange := [name for name in rules if name not in found]:
         raise ValueError(f"check_parameters names {', '.join(strange)}; the parameters are {', '.join(found)}")
     return found
@@ -195,21 +207,15 @@ def _declares(cell: str) -> bool:
         return False
 
 
-def _kinds(annotation: ast.expr) -> tuple[type, ...]:
-    """Return the types of an annotation such as `int`, `int | None` or `list[int]`. KeyError for other types."""
-    match annotation:
-        case ast.BinOp(left, ast.BitOr(), right):
-            return _kinds(left) + _kinds(right)
-        case ast.Subscript(value):
-            return _kinds(value)
-    return (KINDS[ast.unparse(annotation)],)
+def _kind(annotation: ast.expr) -> type:
+    """Return the type of an annotation such as `int` or `list[int]`. KeyError for other types."""
+    return KINDS[ast.unparse(annotation.value if isinstance(annotation, ast.Subscript) else annotation)]
 
 
 def _elements(annotation: ast.expr, default: Any) -> tuple[type, ...]:
     """Return the element types of a list: from an annotation such as `list[int]`, else from the default."""
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "list":
-            return _kinds(node.slice)
+    if isinstance(annotation, ast.Subscript) and _kind(annotation) is list:
+        return (_kind(annotation.slice),)
     return tuple(dict.fromkeys(map(type, default))) if isinstance(default, list) else ()
 
 

@@ -3,6 +3,7 @@ import re
 
 import lesson_runs
 import nbformat
+import papermill
 import pytest
 import sweeps
 from commands import invoke
@@ -42,7 +43,7 @@ def with_parameters(folder, more):
         (["-p", "size=auto"], "size must be an integer; got 'auto'"),
         (["-p", "length=x"], "length must be an integer or auto; got 'x'"),
         (["-p", "share=nan"], "share must be a number; got nan"),
-        (["-p", "factors=[1"], "factors must be a list, as JSON; got '[1'"),
+        (["-p", "factors=[1"], "factors must be an integer or a list, as JSON; got '[1'"),
         (["-p", "fails=1"], "fails must be true or false; got '1'"),
         (["-p", "size"], "-p takes NAME=VALUE,VALUE,…; got 'size'"),
         (["-p", "size=1", "-p", "size=2"], "-p size=… was given twice"),
@@ -96,6 +97,7 @@ def test_lesson_declares_and_checks_its_parameters(path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     known = parameters.of_notebook(notebook, path.name)
+    assert set(papermill.inspect_notebook(path)) == set(known)  # otherwise papermill warns of an unknown parameter
     assert all(parameter.check(parameter.default) == parameter.default for parameter in known.values())
     place = next(i for i, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", []))
     first = next(cell for cell in code[place + 1 :] if re.search(r"^(import|from) bass_lab", cell.source, re.MULTILINE))
@@ -124,19 +126,23 @@ def run_cells(*cells, **values):
     return names
 
 
-OWN = "size: int = 3\nname: str = 'a'\nmode: str | None = 'x'\n"
+OWN = "size: int = 3\nname: str = 'a'\nmode: str = None\nsizes: list = [1, 8]\n"
 INJECTED = "# Parameters\n"
 
 
 @pytest.mark.parametrize(
     ("cells", "rules", "said"),
     [
-        ([OWN, INJECTED + "sise = 4\n"], {}, r"has no parameter 'sise'. Did you mean size\? It has\n  size  an"),
+        ([OWN, INJECTED + "sise = 4\n"], {}, r"has no parameter 'sise'. Did you mean size\? It has\n  size   an"),
         ([OWN, INJECTED + "size = '4'\n"], {}, "size must be an integer; got '4'"),
         ([OWN, "size = True"], {}, "size must be an integer; got True"),
         ([OWN], {"size": range(1, 3)}, "size must be an integer from 1 to 2; got 3"),
-        ([OWN], {"mode": ["y", "z"]}, "mode must be one of y, z or auto; got 'x'"),
-        ([OWN], {"seize": [1]}, "check_parameters names seize; the parameters are size, name, mode"),
+        ([OWN, "mode = 'x'"], {"mode": ["y", "z"]}, "mode must be one of y, z or auto; got 'x'"),
+        ([OWN, "sizes = 0"], {"sizes": "> 0 or auto"}, "sizes must be an integer or a list > 0 or auto; got 0"),
+        ([OWN, "sizes = '[1,2]'"], {}, r"a list; got '\[1,2\]'. With papermill, .* as -y \"sizes: \[1,2\]\""),
+        ([OWN, "sizes = '1,2'"], {}, r"got '1,2'. With papermill, give a list as -y \"sizes: \[1,2\]\""),
+        ([OWN], {"seize": [1]}, "check_parameters names seize; the parameters are size, name, mode, sizes"),
+        (["size: int | None = 3"], {}, "found no cell of annotated literals"),
         (["size = 3"], {}, "found no cell of annotated literals"),
     ],
 )
@@ -150,6 +156,8 @@ def test_notebook_takes_known_names_and_values():
     assert run_cells(OWN, INJECTED + "mode = 'auto'\n")["mode"] is None  # as set by papermill's -p mode auto
     run_cells(OWN, INJECTED + "size = 4\nmode = None\n", size=">= 4", mode=["x", "y"])
     run_cells(OWN, INJECTED + "size = 4\n", size=range(1, 5))
+    assert run_cells(OWN, INJECTED + "size = None\n", size="> 0 or auto")["size"] is None
+    assert run_cells(OWN, INJECTED + "sizes = 4\n")["sizes"] == [4]
 
 
 def test_rows_of_a_file_are_runs(notebook, tmp_path):
@@ -179,8 +187,8 @@ def test_key_depends_on_parameters_cells_and_code(notebook, tmp_path, monkeypatc
         return list(planning.plan(path, values).runs)
 
     (own,) = keys("size=2")
-    assert keys("size=2", "length=5") == [own] and keys("size=2,2") == [own]  # an explicit default
-    assert own not in keys("size=3") and own not in keys("length=auto", "size=2")
+    assert keys("size=2", "length=auto") == [own] and keys("size=2,2") == [own]  # an explicit default
+    assert own not in keys("size=3") and own not in keys("length=5", "size=2")
     assert own not in keys("size=2", path=sweeps.stub(tmp_path, "changed = 1", name="other"))
     monkeypatch.setattr(run_process, "code_version", lambda: "other code")
     assert own not in keys("size=2")

@@ -11,7 +11,7 @@ from bass_lab.sweep import run_process
 
 PARAMETERS = """\
 size: int = 1
-length: int | None = 5
+length: int = None
 word: str = "plain"
 factors: list = [1, 2]
 share: float = 0.5
