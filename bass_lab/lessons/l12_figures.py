@@ -1,4 +1,4 @@
-"""Lesson 12: runs, measurements and best settings of any sweep's folder."""
+"""Lesson 12: runs, measurements and best settings of a sweep, of papermill's runs, or of a file of records."""
 
 from __future__ import annotations
 
@@ -11,44 +11,51 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from bass_core import checks
+from bass_lab.measure import records
 from bass_lab.show.looks import CURVES, curve, empty_figure, interval
-from bass_lab.sweep.store import FAILED, MARK, in_table, read_sweep
-
-VALUES = {  # values of a sweep, the first recorded value is the default: unit
-    "over_regular": "times as fast as regular decoding",
-    "tokens_per_second": "tokens per second",
-    "tokens_per_step": "tokens per step",
-    "alpha": "α",
-    "passed": "share of samples that pass",
-    "ms": "milliseconds of a decode step, in a phase",
-}
+from bass_lab.sweep.papermill_runs import executed
+from bass_lab.sweep.store import FAILED, MARK, SWEEP, in_table, read_sweep
 
 
-def runs(folder: str | Path) -> pd.DataFrame:
-    """Return per requested run: varied parameters, status ("done", "failed", "missing"), seconds, attempts, error."""
-    folder = Path(folder)
-    asked = read_sweep(folder)["runs"]
-    varied = varying(folder)
-    lines = []
-    for key, parameters in asked.items():
-        line = {"run": key, **{name: in_table(parameters.get(name)) for name in varied}}
-        mark, report = folder / key / MARK, folder / FAILED / key / "error.txt"
-        if mark.exists():
-            found = json.loads(mark.read_text(encoding="utf-8"))
-            line |= {"status": "done", "seconds": found["seconds"], "attempts": found["attempts"]}
-        elif report.exists():
-            line |= {"status": "failed", "error": report.read_text(encoding="utf-8").splitlines()[0]}
-        else:
-            line |= {"status": "missing"}
-        lines.append(line)
-    return pd.DataFrame(lines).set_index("run")
+def runs(folder: Path) -> pd.DataFrame:
+    """Return per requested run: varied parameters, status ("done", "failed", "missing"), seconds, attempts, error.
+    Records without runs, such as a file, give no lines."""
+    if (folder / SWEEP).exists():
+        found = {key: (own, _state(folder, key)) for key, own in read_sweep(folder)["runs"].items()}
+    else:
+        found = {run.key: (run.parameters, run.mark) for run in executed(folder)}
+    names = dict.fromkeys(name for own, _ in found.values() for name in own)
+    varied = [name for name in names if len({json.dumps(own.get(name)) for own, _ in found.values()}) > 1]
+    lines = [
+        {"run": key, **{name: in_table(own.get(name)) for name in varied}, **state}
+        for key, (own, state) in found.items()
+    ]
+    return pd.DataFrame(lines, columns=None if lines else ["run", "status"]).set_index("run")
 
 
-def varying(folder: str | Path) -> list[str]:
-    """Return the parameters with several values in a sweep."""
-    asked = list(read_sweep(Path(folder))["runs"].values())
-    names = dict.fromkeys(name for parameters in asked for name in parameters)
-    return [name for name in names if len({json.dumps(parameters.get(name)) for parameters in asked}) > 1]
+def _state(folder: Path, key: str) -> dict:
+    mark, report = folder / key / MARK, folder / FAILED / key / "error.txt"
+    if mark.exists():
+        found = json.loads(mark.read_text(encoding="utf-8"))
+        return {"status": "done", "seconds": found["seconds"], "attempts": found["attempts"]}
+    if report.exists():
+        return {"status": "failed", "error": report.read_text(encoding="utf-8").splitlines()[0]}
+    return {"status": "missing"}
+
+
+def _settings(table: pd.DataFrame, varied: Sequence[str]) -> list[str]:
+    """Return the settings in the records (docs/RECORDS.md) that differ between records with equal parameters."""
+    fields = dict.fromkeys(name for kind in _kinds(table) for name in records.kinds()[kind]["properties"])
+    found: list[str] = []
+    for name in fields:
+        if name in table and name not in records.metrics(*_kinds(table)):
+            groups = table.assign(all="").groupby(["all", *varied, *found], dropna=False)[name]
+            found += [name] * bool((groups.nunique(dropna=False) > 1).any())
+    return sorted(found, key=lambda name: not pd.api.types.is_numeric_dtype(table[name]))
+
+
+def _kinds(table: pd.DataFrame) -> list[str]:
+    return [] if "schema" not in table else [*table["schema"].dropna().unique()]
 
 
 @dataclass(frozen=True)
@@ -66,21 +73,33 @@ class View:
         return f"{self.value} against {self.across}" + (f" ({self.only})" if self.only else "")
 
     @property
+    def metric(self) -> dict:
+        """Unit and better direction of the value (docs/RECORDS.md). Empty for an unknown value."""
+        return records.metrics(*_kinds(self.table)).get(self.value, {})
+
+    @property
     def lines(self) -> pd.Series:
         """Name of the figure's line for each row of the table."""
         if not self.by:
             return pd.Series("all runs", index=self.table.index)
         return self.table[self.by].apply(lambda row: ", ".join(f"{name} {row[name]}" for name in self.by), axis=1)
 
+    @property
+    def has_intervals(self) -> bool:
+        """True if each point is one record, with an interval of the value."""
+        points = self.table.assign(line=self.lines)
+        return self.value == "over_regular" and not points.duplicated([self.across, "line"]).any()
+
 
 def view(
-    table: pd.DataFrame, varied: Sequence[str], value: str = "", across: str = "", by: str = "", only: str = ""
+    table: pd.DataFrame, runs: pd.DataFrame, value: str = "", across: str = "", by: str = "", only: str = ""
 ) -> View:
-    """Return a view of a sweep's records. Empty arguments have defaults.
+    """Return a view of the records. Empty arguments have defaults.
 
-    value: default the first of `VALUES`, or the first number. across: default the first varied parameter. by: names
-    with commas, default the other varied parameters. only: a pandas query, default batched decoding. Raises ValueError
-    with the available names.
+    value: default the first goal, else the first metric, else the first number. across: default the first varied name.
+    by: names with commas, default the other varied names. Varied names are parameters of `runs`, then settings in the
+    records, and no point is a mean over different settings. only: a pandas query, default batched decoding. Raises
+    ValueError with the available names.
     """
     if not only and "method" in table and table.method.nunique() > 1 and "batched" in set(table.method):
         only = "method == 'batched'"
@@ -92,13 +111,20 @@ def view(
         if chosen.empty:
             raise ValueError(f"no record matches {only}")
         table = chosen
-    numbers = [name for name in table.select_dtypes(["number", "bool"]) if name not in varied]
-    candidates = [*(name for name in VALUES if name in numbers), *numbers]
-    value = checks.one_of("value", value, numbers) if value else candidates[0]
+    table = table.map(lambda each: json.dumps(each) if isinstance(each, dict | list) else each)
+    varied = [name for name in runs.columns[: runs.columns.get_loc("status")] if name in table]
+    varied = [name for name in varied if table[name].nunique(dropna=False) > 1]
+    varied += _settings(table, varied)
+    numbers = [name for name in table.select_dtypes(["number", "bool"]).dropna(axis=1, how="all") if name not in varied]
+    metrics = {name: metric for name, metric in records.metrics(*_kinds(table)).items() if name in numbers}
+    candidates = [*(name for name in metrics if "better" in metrics[name]), *metrics, *numbers]
+    value = checks.one_of("value", value or next(iter(candidates), ""), numbers)
     columns = [name for name in table if name != value]
-    across = checks.one_of("across", across, columns) if across else [*varied, "run"][0]
+    across = checks.one_of("across", across or [*varied, "run" if "run" in table else "source"][0], columns)
     chosen = [checks.one_of("by", name.strip(), columns) for name in by.split(",")] if by else varied
-    return View(table, value, across, [name for name in chosen if name != across], only)
+    chosen = [name for name in chosen if name != across]
+    named = table[[across, *chosen]].convert_dtypes().astype(object)
+    return View(table.assign(**named.where(named.notna(), "null")), value, across, chosen, only)
 
 
 def summary(view: View) -> pd.DataFrame:
@@ -109,22 +135,34 @@ def summary(view: View) -> pd.DataFrame:
 
 
 def best(view: View) -> pd.DataFrame:
-    """Return the line with the highest value at each point on the axis, and the lead over the second line."""
-    wide = summary(view)
-    lead = [line.nlargest(2).pipe(lambda top: top.iloc[0] / top.iloc[-1] - 1) for _, line in wide.iterrows()]
-    found = {"best": wide.idxmax(axis=1), view.value: wide.max(axis=1), "ahead of the second by": lead}
-    return pd.DataFrame(found, index=wide.index)
+    """Return the best line at each point on the axis, and the lead over the second line. Raises ValueError if the value
+    has no better direction. If the records have intervals: True if the intervals of both lines overlap."""
+    if "better" not in view.metric:
+        goals = [name for name, metric in records.metrics(*_kinds(view.table)).items() if "better" in metric]
+        told = f"no setting is best: {view.value} is no goal, because docs/RECORDS.md names no better direction."
+        raise ValueError(f"{told} Goals in these records: {', '.join(g for g in goals if g in view.table) or 'none'}")
+    lines = {}
+    for point, line in summary(view).dropna(how="all").iterrows():
+        two = line.dropna().sort_values(ascending=view.metric["better"] == "lower").head(2)
+        lines[point] = {"best": two.index[0], view.value: two.iloc[0]}
+        if len(two) == 2 and two.min() > 0:
+            lines[point]["ahead of the second by"] = two.max() / two.min() - 1
+        if len(two) == 2 and view.has_intervals:
+            ends = view.table[(view.table[view.across] == point) & view.lines.isin(two.index)]
+            lines[point]["intervals overlap"] = bool(ends.low.max() <= ends.high.min())
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(view.across)
 
 
 def figure(view: View) -> go.Figure:
     """Return the value along the axis, a line per combination, with intervals if the records have them."""
-    drawn = empty_figure(view.title, view.across, VALUES.get(view.value, view.value), 440)
+    better = f", {view.metric['better']} is better" if "better" in view.metric else ""
+    axis = view.metric.get("unit", view.value) + better
+    drawn = empty_figure(view.title, view.across, axis, 440)
     wide, named = summary(view), view.table.assign(line=view.lines)
     for place, name in enumerate(wide):
         line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])
-        part = named[named.line == name].set_index(view.across)
-        if view.value == "over_regular" and part.index.is_unique:
-            part = part.reindex(wide.index)
+        if view.has_intervals:
+            part = named[named.line == name].set_index(view.across).reindex(wide.index)
             line.update(error_y=interval(part.over_regular, part.low, part.high))
         drawn.add_trace(line.update(hovertemplate=f"{view.across} %{{x}}, {name}: %{{y:.3g}}<extra></extra>"))
     if view.value == "over_regular":

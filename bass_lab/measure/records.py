@@ -13,6 +13,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +24,7 @@ import pandas as pd
 
 from bass_core import checks
 from bass_lab.locks import lock
-from bass_lab.sweep import store
+from bass_lab.sweep import papermill_runs, store
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "bass_lab" / "assets" / "records"
@@ -72,6 +73,19 @@ def kinds() -> dict[str, dict]:
         kind["title"]: kind | {"properties": {name: resolved(part) for name, part in kind["properties"].items()}}
         for kind in found
     }
+
+
+@cache
+def metrics(*of: str) -> dict[str, dict]:
+    """Return the metrics of these kinds (none given: all kinds), in order. Each is the schema of a field with a `unit`.
+    `better` is "higher" or "lower", and is missing if the metric is no goal."""
+
+    def found(properties: dict[str, dict]) -> Iterator[tuple[str, dict]]:
+        for name, part in properties.items():
+            yield from [(name, part)] if "unit" in part else ()
+            yield from found(part.get("properties", {}))
+
+    return {name: part for kind in of or kinds() for name, part in found(kinds()[kind]["properties"])}
 
 
 def check(line: dict, *expected: str) -> None:
@@ -263,26 +277,45 @@ def with_means(table: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def load_records(path: str | Path | None = None) -> pd.DataFrame:
-    """Load the records of a file of JSON lines, the folder of a sweep, or a folder of both, as a table.
+    """Load the records of a file of JSON lines, of a sweep's folder, of a folder of notebooks that papermill executed,
+    or of a folder of all of these, as a table.
 
     path: None loads all records in `folder`. The column `source` is the file, relative to path. A file reached twice
     through links counts once. Lines with a kind of docs/RECORDS.md are checked; lines of kind speed are flattened as by
     `frame`; samples of `bass eval` give a line per row, with the settings as columns. Lines without a kind stay as they
     are. A sweep gives the records of finished runs: `run` is the key, and each parameter is a column, None as "auto"
-    and lists as text. A record field that has the name of a parameter and another value becomes NAME_recorded.
+    and lists as text. A record field that has the name of a parameter and another value becomes NAME_recorded. An
+    executed notebook gives the same columns for the files of its `output`, unless several notebooks share a file.
 
     Raises FileNotFoundError; ValueError if there are no records; ValueError with file and line for a wrong line.
     """
     path = folder() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
+    seen: set[Path] = set()
     tables = [
-        table.assign(source=file.name if file == path else str(file.relative_to(path)))
-        for file, table in _tables(path, set())
+        table.assign(source=file.name if file == path else os.path.relpath(file, path))
+        for file, table in [*_of_papermill(path, seen), *_tables(path, seen)]
     ]
     if not tables:
-        raise ValueError(f"{path} holds no records")
+        raise ValueError(
+            f"{path} holds no records; lessons write records to a file with papermill's -p output FILE.jsonl"
+        )
     return pd.concat(tables, ignore_index=True)
+
+
+def _of_papermill(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
+    """Yield the files of executed notebooks, with parameters. Files of unfinished runs are skipped."""
+    runs = list(papermill_runs.executed(path))
+    named = Counter(file.resolve() for run in runs for file in run.files)
+    for run in runs:
+        for file in run.files:
+            if named[file.resolve()] > 1:
+                yield from _tables(file, seen)
+            elif run.mark["status"] == "done":
+                yield from ((own, _with_parameters(table, run)) for own, table in _tables(file, seen))
+            else:
+                seen.add(file.resolve())
 
 
 def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
@@ -332,7 +365,7 @@ def _check_if_known(line: dict) -> None:
     check(line)
 
 
-def _with_parameters(table: pd.DataFrame, result: store.FinishedRun) -> pd.DataFrame:
+def _with_parameters(table: pd.DataFrame, result: store.Run) -> pd.DataFrame:
     columns = {"run": result.key}
     for name, value in result.parameters.items():
         columns[name] = store.in_table(value)

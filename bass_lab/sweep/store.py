@@ -30,8 +30,8 @@ AUTO = "auto"  # None on the command line and in tables: the library decides
 
 
 @dataclass(frozen=True)
-class FinishedRun:
-    """A run with a result. files: paths of the records. mark: content of `done.json`."""
+class Run:
+    """A run of a sweep or papermill. files: paths of the records. mark: content of `done.json`, or status and time."""
 
     key: str
     parameters: dict[str, Any]
@@ -143,14 +143,14 @@ def read_sweep(folder: Path) -> dict:
         raise ValueError(f"{path} is not of `bass sweep`: {type(error).__name__}: {error}") from None
 
 
-def finished_runs(folder: Path) -> Iterator[FinishedRun]:
+def finished_runs(folder: Path) -> Iterator[Run]:
     """Yield the finished runs of a sweep, in the order of the plan. Raises ValueError for another folder or a changed
     record."""
     for key, parameters in read_sweep(folder)["runs"].items():
         place = folder / key
         if (place / MARK).exists():
             mark = _checked_mark(place)
-            yield FinishedRun(key, parameters, [place / name for name in mark["records"]], mark)
+            yield Run(key, parameters, [place / name for name in mark["records"]], mark)
 
 
 def _checked_mark(place: Path) -> dict[str, Any]:

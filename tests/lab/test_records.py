@@ -74,6 +74,20 @@ def test_file_reached_twice_counts_once(tmp_path):
     assert lab.load_records(tmp_path).prompt_set.tolist() == ["mine"]
 
 
+# numbers that are settings, or describe the machine or the case
+SETTINGS = {"batch", "k", "max_new_tokens", "temperature", "seed", "repeats", "cores", "alpha", "context", "rows"}
+SETTINGS |= {"requests", "new_tokens", "max_batch_size", "heads", "kv_heads", "head_dim", "query_length", "kv_length"}
+SETTINGS |= {"total_kv", "columns", "inputs"}
+
+
+def test_every_number_is_a_metric_with_a_unit_or_a_setting():
+    for schema in records.kinds().values():
+        for name, part in schema["properties"].items():
+            number = any(kind in part.get("type", "") for kind in ("number", "integer"))
+            assert "unit" in part or not number or name in SETTINGS, name
+            assert part.get("better") in (None, "higher", "lower") and ("unit" in part or "better" not in part)
+
+
 def test_page_shows_the_schema():
     told = "PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py writes it anew"
     assert records_page.PAGE.read_text(encoding="utf-8") == records_page.page(), told

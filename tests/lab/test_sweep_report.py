@@ -1,6 +1,8 @@
-"""Lesson 12: runs of a sweep as a table, records as a view, and the shipped sweep."""
+"""Lesson 12: runs of a sweep and of papermill as a table, records as a view, and the shipped sweep."""
 
 import lesson_runs
+import pandas as pd
+import papermill
 import pytest
 import sweeps
 
@@ -10,6 +12,7 @@ from bass_lab.measure import records
 from bass_lab.sweep import planning
 
 SHIPPED = records.SHIPPED / "latency_sweep"
+NO_RUNS = l12_figures.runs(records.SHIPPED / "embedded_cpu.jsonl")
 
 
 @pytest.fixture
@@ -19,6 +22,25 @@ def folder(tmp_path):
     with pytest.raises(planning.SweepStopped):
         planning.run(plan, place, sweeps.Instant(*["done"] * 3, "failed", "done", "disk full"))
     return place
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """Return the folder of a loop over papermill: two finished runs, a failed run, and a run that was not started."""
+    place = tmp_path_factory.mktemp("loop")
+    stub = sweeps.stub(place)
+    for size, more in ((1, {}), (2, {}), (3, {"fails": True}), (4, {})):
+        told = {"size": size, "output": f"out/{size}.jsonl", **more}
+        (place / "out").mkdir(exist_ok=True)
+        try:
+            lesson_runs.papermill_run(stub, f"{place}/out/{size}.ipynb", told, cwd=place, prepare_only=size == 4)
+        except papermill.PapermillExecutionError:
+            assert size == 3
+    return place / "out"
+
+
+def shipped_view(*chosen, **more):
+    return l12_figures.view(lab.load_records(SHIPPED), l12_figures.runs(SHIPPED), *chosen, **more)
 
 
 def test_shipped_sweep_is_whole_and_exact():
@@ -39,15 +61,35 @@ def test_failed_and_missing_runs_are_named(folder):
     for path in (folder / "failed" / runs.index[5]).iterdir():
         path.unlink()
     assert l12_figures.runs(folder).status.iloc[5] == "missing"
-    assert l12_figures.varying(folder) == ["size", "length"]
+
+
+def test_notebooks_of_papermill_are_runs(executed):
+    runs = l12_figures.runs(executed)
+    assert list(runs.index) == ["1", "2", "3", "4"] and list(runs["size"]) == [1, 2, 3, 4]
+    assert list(runs.status) == ["done", "done", "failed", "missing"] and runs.seconds.iloc[0] > 0
+    assert runs.error.iloc[2] == "AssertionError: asked to fail"
+    found = lab.load_records(executed)
+    assert list(found.run) == ["1", "1", "2", "2"] and list(found["product"]) == [1, 2, 2, 4]
+    assert set(found.share) == {0.5} and set(found.source) == {"1.jsonl", "2.jsonl"}  # with defaults
+    moved = executed.rename(executed.with_name("moved"))
+    assert lab.load_records(moved).drop(columns="source").equals(found.drop(columns="source"))
+    moved.rename(executed)
+
+
+def test_file_that_several_notebooks_share_has_no_runs(executed, tmp_path):
+    for path in sorted(executed.glob("[12].ipynb")):
+        text = path.read_text(encoding="utf-8").replace(f"out/{path.stem}.jsonl", "all.jsonl")
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    (tmp_path / "all.jsonl").write_text('{"size": 1, "product": 3}\n{"size": 2, "product": 4}\n')
+    found = lab.load_records(tmp_path)
+    assert list(found["product"]) == [3, 4] and "run" not in found
 
 
 def test_view_has_defaults():
-    found, varied = lab.load_records(SHIPPED), l12_figures.varying(SHIPPED)
-    view = l12_figures.view(found, varied)
+    view = shipped_view()
     assert (view.value, view.across, view.by) == ("over_regular", "batch_size", ["draft_length"])
     assert view.only == "method == 'batched'" and set(view.table.method) == {"batched"}
-    other = l12_figures.view(found, varied, "mean_ms", "draft_length", "batch_size, method", "batch_size > 1")
+    other = shipped_view("mean_ms", "draft_length", "batch_size, method", "batch_size > 1")
     assert l12_figures.summary(other).shape == (3, 3 * 5)
     assert "batch_size 2, method regular" in l12_figures.summary(other)
 
@@ -62,27 +104,66 @@ WRONG = {
 
 
 def test_view_of_an_unknown_name_lists_the_known():
-    found, varied = lab.load_records(SHIPPED), l12_figures.varying(SHIPPED)
     for said, chosen in WRONG.items():
         with pytest.raises(ValueError, match=said):
-            l12_figures.view(found, varied, **chosen)
+            shipped_view(**chosen)
+
+
+def test_settings_of_records_separate_lines_without_runs():
+    line = {"schema": "phases", "method": "batched", "batch": 1, "k": 5, "ms": 1.0, "share": 0.5}
+    table = pd.DataFrame([line | {"phase": phase, "batch": batch} for phase in ("draft", "verify") for batch in (1, 8)])
+    view = l12_figures.view(table, NO_RUNS)
+    assert NO_RUNS.empty and (view.value, view.across, view.by) == ("ms", "batch", ["phase"])
+
+
+def test_best_follows_the_direction_of_the_metric():
+    for value, better, word in (("mean_ms", "min", "lower"), ("over_regular", "max", "higher")):
+        view = shipped_view(value)
+        summary = l12_figures.summary(view)
+        best = l12_figures.best(view)
+        assert (best[value] == getattr(summary, better)(axis=1)).all()
+        assert list(best.best) == list(getattr(summary, f"idx{better}")(axis=1)), value
+        assert (best["ahead of the second by"] >= 0).all()
+        assert f"{word} is better" in l12_figures.figure(view).layout.yaxis.title.text
+
+
+@pytest.mark.parametrize("kind", ["acceptance", "phases"])
+def test_metric_that_is_no_goal_has_no_best(kind):
+    for value in records.metrics(kind):
+        table = pd.DataFrame([{"schema": kind, "batch": batch, value: 1.0} for batch in (1, 8)])
+        view = l12_figures.view(table, NO_RUNS)
+        assert view.value == value
+        with pytest.raises(ValueError, match=f"no setting is best: {value} is no goal"):
+            l12_figures.best(view)
+    with pytest.raises(ValueError, match="Goals in these records: over_regular, tokens_per_second, first_ms, mean_ms"):
+        l12_figures.best(shipped_view("tokens_per_step"))
 
 
 def test_figure_and_table_agree_with_the_records():
-    found = lab.load_records(SHIPPED)
-    view = l12_figures.view(found, l12_figures.varying(SHIPPED))
+    found, view = lab.load_records(SHIPPED), shipped_view()
     summary, lines = l12_figures.summary(view), {line.name: line for line in l12_figures.figure(view).data}
     assert list(lines) == ["draft_length auto", "draft_length 4", "draft_length 7"] == list(summary)
     four = found.query("method == 'batched' and draft_length == 4 and batch_size == 8").iloc[0]
     line = lines["draft_length 4"]
     assert list(line.x) == ["1", "2", "4", "8"] and line.y[3] == summary.loc[8, "draft_length 4"] == four.over_regular
     assert line.y[3] + line.error_y.array[3] == pytest.approx(four.high)
-    best = l12_figures.best(view)
-    assert (best.over_regular == summary.max(axis=1)).all() and (best["ahead of the second by"] >= 0).all()
+
+
+def text_of_report(tmp_path, **parameters):
+    report = lesson_runs.execute("12_sweep_report", tmp_path, **parameters)
+    return "".join(str(output) for cell in report.cells for output in cell.get("outputs", []))
 
 
 @pytest.mark.ci
 def test_report_draws_any_sweep(folder, tmp_path):
-    executed = lesson_runs.execute("12_sweep_report", tmp_path, folder=str(folder), across="length", value="found")
-    text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
+    text = text_of_report(tmp_path, folder=str(folder), across="length", value="found")
     assert "4 records of 4 runs" in text and "found against length" in text and "size 2" in text
+    assert "no setting is best: found is no goal" in text and "the longer draft wins" not in text
+
+
+@pytest.mark.ci
+def test_report_draws_runs_of_papermill_and_files(executed, tmp_path):
+    assert "4 records of 2 runs" in text_of_report(tmp_path, folder=str(executed), value="product")
+    file = records.SHIPPED / "embedded_cpu.jsonl"
+    text = text_of_report(tmp_path, folder=str(file), value="mean_ms", only="prompt_set == 'mini'")
+    assert f"{len(lab.load_records(file))} records of 0 runs" in text and "ms per token, lower is better" in text

@@ -105,15 +105,15 @@ def without_gpus(folder: Path) -> Path:
 def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """Run a notebook (name without ending) with these parameters in `folder`. Return the notebook with outputs."""
     notebook = NOTEBOOKS / f"{name}.ipynb"
-    return _papermill(notebook, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
+    return papermill_run(notebook, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """Return a notebook with these parameters, without running it. `folder` receives a copy."""
-    return _papermill(NOTEBOOKS / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, prepare_only=True)
+    return papermill_run(NOTEBOOKS / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, prepare_only=True)
 
 
-def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
+def papermill_run(notebook: Path, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
     import papermill  # here: tests of exercises must not need papermill
     from jupyter_client import AsyncKernelManager
 

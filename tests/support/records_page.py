@@ -3,6 +3,7 @@
 PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from models_page import table
@@ -16,13 +17,14 @@ HEAD = """\
 Measurements are stored as JSON lines. `bass bench --record FILE`, `bass load --record FILE`,
 `bass eval --output FOLDER` and `make gpu` write records. Lessons 03, 06, 08 and 09 write records to their parameter
 `output`, which `bass sweep` sets. `bass_lab.load_records(path)` checks every line and returns a table of a file, a
-sweep's folder, or a folder of both. Without a path, the function reads the folder in `BASS_RECORDS`, or the built-in
-records in `bass_lab/assets/records`.
+sweep's folder, a folder of notebooks executed by papermill, or a folder of all of these. Without a path, the function
+reads the folder in `BASS_RECORDS`, or the built-in records in `bass_lab/assets/records`.
 
 The field `schema` names the kind of a line. This page is generated from the JSON schema
 [bass_lab/assets/records.schema.json](../bass_lab/assets/records.schema.json). A line may have further fields unless the
 kind excludes further fields. null is a missing value. Notebooks may record lines without `schema`; `load_records` does
-not check these lines.
+not check these lines. A field with a unit is a metric. The column *better* is empty for a metric that is no goal:
+for example, more tokens per step are not always faster.
 """
 
 
@@ -32,9 +34,14 @@ def page() -> str:
 
 def _section(kind: str) -> str:
     schema = records.kinds()[kind]
-    rows = [(name, _type(part), _meaning(name, part, schema)) for name, part in schema["properties"].items()]
     only = "" if schema.get("additionalProperties", True) else " No further fields."
-    return f"## {kind}\n\n{schema['description']}{only}\n\n{table(('field', 'type', 'meaning'), rows)}\n"
+    return f"## {kind}\n\n{schema['description']}{only}\n\n{table(('field', 'type', 'unit', 'better', 'meaning'), [*_rows(schema)])}\n"
+
+
+def _rows(schema: dict, place: str = "") -> Iterator[tuple[str, ...]]:
+    for name, part in schema["properties"].items():
+        yield place + name, _type(part), part.get("unit", ""), part.get("better", ""), _meaning(name, part, schema)
+        yield from _rows(part, f"{name}.") if "properties" in part else ()
 
 
 def _type(part: dict) -> str:
@@ -45,7 +52,11 @@ def _type(part: dict) -> str:
 def _meaning(name: str, part: dict, schema: dict) -> str:
     if "const" in part:
         return f'"{part["const"]}". {part["description"]}'
-    return part["description"] if name in schema["required"] else f"Optional. {part['description']}"
+    return (
+        part["description"]
+        if name in schema.get("required", schema["properties"])
+        else f"Optional. {part['description']}"
+    )
 
 
 if __name__ == "__main__":
