@@ -4,53 +4,51 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import combinations
 
-from bass_lab.lessons.checking import Case, check
+from bass_lab.lessons.checking import Case, check, with_hint
+
+BUDGET = 2.0
 
 
-def check_pass_at_first(pass_at_first: Callable) -> bool:
-    """Check pass_at_first(finish, confidence, passed, budget) -> bool, True if a problem is solved.
+def check_pass_at_k(pass_at_k: Callable) -> bool:
+    """Check pass_at_k(finish, passed, budget, k) -> float, the probability that at least one of k rows, drawn without
+    replacement, is right and done within the budget.
 
-    Lists with one entry per row. finish: end of the row (seconds; NaN: never); confidence: mean log-probability;
-    passed: True if the row is right. The most confident row within the budget must be right. Ties: the first row.
+    Lists with one entry per row. finish: end of the row (seconds; NaN: never). passed: True if the row is right.
     """
-    return check(pass_at_first, _cases())
+    return check(pass_at_k, _cases())
 
 
 def _cases() -> Iterator[Case]:
-    chance = random.Random(9)
-    drawn = [
-        ("one row, right and in time", [1.0], [-0.5], [True], 2.0),
-        ("done exactly at the budget", [2.0], [-0.5], [True], 2.0),
-        ("too late", [2.5], [-0.5], [True], 2.0),
-        ("no row is done", [math.nan, 3.0], [-0.1, -0.2], [True, True], 2.0),
-        ("the most confident row is too late", [1.0, 9.0], [-0.9, -0.1], [True, False], 2.0),
-        ("the most confident row is wrong", [1.0, 1.0], [-0.9, -0.1], [True, False], 2.0),
-        ("equally confident: the first row counts", [1.5, 1.0], [-0.3, -0.3], [False, True], 2.0),
-    ]
-    for number in range(200):
+    chance, drawn = random.Random(9), [([2.0], [True], 1), ([3.0, 1.0], [False, True], 1), ([3.0], [True], 1)]
+    for _ in range(200):
         n = chance.randint(1, 6)
         finish = [chance.choice([math.nan, round(chance.uniform(0, 4), 1)]) for _ in range(n)]
-        confidence = [-chance.randint(1, 5) / 4 for _ in range(n)]
-        passed = [chance.random() < 0.5 for _ in range(n)]
-        drawn.append((f"random case {number}", finish, confidence, passed, 2.0))
-    for name, finish, confidence, passed, budget in drawn:
-        arguments = list(finish), list(confidence), list(passed), budget
-        told = f"{name}: finish {finish}, confidence {confidence}, passed {passed}, budget {budget}"
-        in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
-        yield told, arguments, partial(_judge, in_time, confidence, passed)
+        drawn.append((finish, [chance.random() < 0.5 for _ in range(n)], chance.randint(1, n)))
+    for finish, passed, k in drawn:
+        in_time = [seconds <= BUDGET for seconds in finish]
+        right = [done and good for done, good in zip(in_time, passed, strict=True)]
+        mistakes = {
+            "late rows are not done": _share(passed, k),
+            "late rows are drawn as well": sum(right) / max(sum(in_time), 1) if k == 1 else math.nan,
+            "draw without replacement": 1 - (1 - sum(right) / len(right)) ** k,
+        }
+        told = f"finish {finish}, passed {passed}, budget {BUDGET}, k {k}"
+        yield told, (list(finish), list(passed), BUDGET, k), partial(_judge, _share(right, k), mistakes)
 
 
-def _judge(in_time: list[int], confidence: list[float], passed: list[bool], result: object) -> str:
-    """Return a message about a wrong result, or "". in_time: rows within the budget."""
-    wanted = False
-    if in_time:
-        first = max(in_time, key=lambda row: (confidence[row], -row))
-        wanted = passed[first]
-        why = f"rows {in_time} are done in time. The most confident of these rows, row {first}, is "
-        why += "right" if wanted else "wrong"
-    else:
-        why = "no row is done in time"
-    return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}; {why}"
+def _share(right: Sequence[bool], k: int) -> float:
+    """Return the share of all draws of k rows with at least one right row."""
+    draws = list(combinations(right, k))
+    return sum(map(any, draws)) / len(draws)
+
+
+def _judge(wanted: float, mistakes: dict[str, float], result: object) -> str:
+    """Return a message about a wrong result, or ""."""
+    found = result if isinstance(result, int | float) else math.nan
+    told = f"expected {wanted:.4f}, got {result!r}"
+    close = partial(math.isclose, found, abs_tol=1e-9)
+    return "" if close(wanted) else with_hint(told, mistakes, close)

@@ -127,43 +127,22 @@ def view(
     return View(table.assign(**named.where(named.notna(), "null")), value, across, chosen, only)
 
 
-def summary(view: View) -> pd.DataFrame:
-    """Return means of the value: [point on the axis, line of the figure]."""
+def summary(view: View, column: str | None = None) -> pd.DataFrame:
+    """Return means of the value, or of another column: [point on the axis, line of the figure]."""
     named = view.table.assign(line=view.lines)
-    wide = named.pivot_table(view.value, view.across, "line", aggfunc="mean", sort=False)
+    wide = named.pivot_table(column or view.value, view.across, "line", aggfunc="mean", sort=False)
     return wide.reindex(index=named[view.across].unique(), columns=named.line.unique()).rename_axis(columns=None)
-
-
-def best(view: View) -> pd.DataFrame:
-    """Return the best line at each point on the axis, and the lead over the second line. Raises ValueError if the value
-    has no better direction. If the records have intervals: True if the intervals of both lines overlap."""
-    if "better" not in view.metric:
-        goals = [name for name, metric in records.metrics(*_kinds(view.table)).items() if "better" in metric]
-        told = f"no setting is best: {view.value} is no goal, because docs/RECORDS.md names no better direction."
-        raise ValueError(f"{told} Goals in these records: {', '.join(g for g in goals if g in view.table) or 'none'}")
-    lines = {}
-    for point, line in summary(view).dropna(how="all").iterrows():
-        two = line.dropna().sort_values(ascending=view.metric["better"] == "lower").head(2)
-        lines[point] = {"best": two.index[0], view.value: two.iloc[0]}
-        if len(two) == 2 and two.min() > 0:
-            lines[point]["ahead of the second by"] = two.max() / two.min() - 1
-        if len(two) == 2 and view.has_intervals:
-            ends = view.table[(view.table[view.across] == point) & view.lines.isin(two.index)]
-            lines[point]["intervals overlap"] = bool(ends.low.max() <= ends.high.min())
-    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(view.across)
 
 
 def figure(view: View) -> go.Figure:
     """Return the value along the axis, a line per combination, with intervals if the records have them."""
     better = f", {view.metric['better']} is better" if "better" in view.metric else ""
-    axis = view.metric.get("unit", view.value) + better
-    drawn = empty_figure(view.title, view.across, axis, 440)
-    wide, named = summary(view), view.table.assign(line=view.lines)
+    drawn = empty_figure(view.title, view.across, view.metric.get("unit", view.value) + better, 440)
+    wide = summary(view)
     for place, name in enumerate(wide):
         line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])
         if view.has_intervals:
-            part = named[named.line == name].set_index(view.across).reindex(wide.index)
-            line.update(error_y=interval(part.over_regular, part.low, part.high))
+            line.update(error_y=interval(wide[name], *(summary(view, end)[name] for end in ("low", "high"))))
         drawn.add_trace(line.update(hovertemplate=f"{view.across} %{{x}}, {name}: %{{y:.3g}}<extra></extra>"))
     if view.value == "over_regular":
         drawn.add_hline(1, line={"color": "#444444", "width": 1})

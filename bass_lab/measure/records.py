@@ -13,7 +13,6 @@ import math
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -79,13 +78,9 @@ def kinds() -> dict[str, dict]:
 def metrics(*of: str) -> dict[str, dict]:
     """Return the metrics of these kinds (none given: all kinds), in order. Each is the schema of a field with a `unit`.
     `better` is "higher" or "lower", and is missing if the metric is no goal."""
-
-    def found(properties: dict[str, dict]) -> Iterator[tuple[str, dict]]:
-        for name, part in properties.items():
-            yield from [(name, part)] if "unit" in part else ()
-            yield from found(part.get("properties", {}))
-
-    return {name: part for kind in of or kinds() for name, part in found(kinds()[kind]["properties"])}
+    fields = [field for kind in of or kinds() for field in kinds()[kind]["properties"].items()]
+    fields += [inner for _, part in fields for inner in part.get("properties", {}).items()]
+    return {name: part for name, part in fields if "unit" in part}
 
 
 def check(line: dict, *expected: str) -> None:
@@ -292,30 +287,13 @@ def load_records(path: str | Path | None = None) -> pd.DataFrame:
     path = folder() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
-    seen: set[Path] = set()
     tables = [
         table.assign(source=file.name if file == path else os.path.relpath(file, path))
-        for file, table in [*_of_papermill(path, seen), *_tables(path, seen)]
+        for file, table in _tables(path, set())
     ]
     if not tables:
-        raise ValueError(
-            f"{path} holds no records; lessons write records to a file with papermill's -p output FILE.jsonl"
-        )
+        raise ValueError(f"{path} holds no records; with papermill, lessons record to -p output FILE.jsonl")
     return pd.concat(tables, ignore_index=True)
-
-
-def _of_papermill(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
-    """Yield the files of executed notebooks, with parameters. Files of unfinished runs are skipped."""
-    runs = list(papermill_runs.executed(path))
-    named = Counter(file.resolve() for run in runs for file in run.files)
-    for run in runs:
-        for file in run.files:
-            if named[file.resolve()] > 1:
-                yield from _tables(file, seen)
-            elif run.mark["status"] == "done":
-                yield from ((own, _with_parameters(table, run)) for own, table in _tables(file, seen))
-            else:
-                seen.add(file.resolve())
 
 
 def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
@@ -325,8 +303,9 @@ def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
     seen.add(path.resolve())
     if path.is_file():
         yield path, _table(path)
-    elif (path / store.SWEEP).exists():
-        results = list(store.finished_runs(path))
+    else:
+        sweep = (path / store.SWEEP).exists()
+        results = [*store.finished_runs(path)] if sweep else papermill_runs.executed(path)
         versions = {(result.mark.get("code"), result.mark.get("cells")) for result in results}
         if len(versions) > 1:
             warnings.warn(
@@ -339,8 +318,7 @@ def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
             for file in result.files:
                 for own, table in _tables(file, seen):
                     yield own, _with_parameters(table, result).assign(**told)
-    else:
-        for child in sorted(path.iterdir()):
+        for child in () if sweep else sorted(path.iterdir()):
             if child.suffix == ".jsonl" or child.is_dir():
                 yield from _tables(child, seen)
 

@@ -3,7 +3,6 @@
 PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from models_page import table
@@ -11,6 +10,7 @@ from models_page import table
 from bass_lab.measure import records
 
 PAGE = Path(__file__).parents[2] / "docs" / "RECORDS.md"
+COLUMNS = ("field", "type", "unit", "better", "meaning")
 HEAD = """\
 # Records
 
@@ -34,14 +34,12 @@ def page() -> str:
 
 def _section(kind: str) -> str:
     schema = records.kinds()[kind]
+    rows = [
+        (name, _type(part), part.get("unit", ""), part.get("better", ""), _meaning(name, part, schema))
+        for name, part in schema["properties"].items()
+    ]
     only = "" if schema.get("additionalProperties", True) else " No further fields."
-    return f"## {kind}\n\n{schema['description']}{only}\n\n{table(('field', 'type', 'unit', 'better', 'meaning'), [*_rows(schema)])}\n"
-
-
-def _rows(schema: dict, place: str = "") -> Iterator[tuple[str, ...]]:
-    for name, part in schema["properties"].items():
-        yield place + name, _type(part), part.get("unit", ""), part.get("better", ""), _meaning(name, part, schema)
-        yield from _rows(part, f"{name}.") if "properties" in part else ()
+    return f"## {kind}\n\n{schema['description']}{only}\n\n{table(COLUMNS, rows)}\n"
 
 
 def _type(part: dict) -> str:
@@ -52,11 +50,7 @@ def _type(part: dict) -> str:
 def _meaning(name: str, part: dict, schema: dict) -> str:
     if "const" in part:
         return f'"{part["const"]}". {part["description"]}'
-    return (
-        part["description"]
-        if name in schema.get("required", schema["properties"])
-        else f"Optional. {part['description']}"
-    )
+    return part["description"] if name in schema["required"] else f"Optional. {part['description']}"
 
 
 if __name__ == "__main__":
