@@ -7,13 +7,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from bass_lab.lessons.l08_demonstrations import PHASES
+from bass_lab.measure.records import metrics
 from bass_lab.measure.roofline import Roofline
 from bass_lab.show.looks import METHODS, bars, curve, empty_figure, interval, titled
+
+UNITS = {name: metric["unit"] for name, metric in metrics().items()}
 
 
 def throughput_figure(records: pd.DataFrame) -> go.Figure:
     """Return tokens per second of the batch, per batch size and method."""
-    figure = empty_figure(titled("Throughput of the batch", records), "batch size", "tokens per second", 420)
+    figure = empty_figure(titled("Throughput of the batch", records), "batch size", UNITS["tokens_per_second"], 420)
     for method, look, part in _by_method(records):
         drawn = bars(method, part.batch.astype(str), part.tokens_per_second, look)
         figure.add_trace(drawn.update(hovertemplate=f"{method}, batch %{{x}}: %{{y:,.0f}} tokens/s<extra></extra>"))
@@ -24,7 +27,7 @@ def gain_figure(records: pd.DataFrame) -> go.Figure:
     """Return over_regular against the batch size, with 95% intervals of the paired ratios."""
     sets = ", ".join(records.prompt_set.unique())
     title = titled(f"Throughput ÷ throughput of regular decoding: {sets}", records)
-    figure = empty_figure(title, "batch size", "over_regular", 420)
+    figure = empty_figure(title, "batch size", UNITS["over_regular"], 420)
     for method, look, part in _by_method(records):
         if method != "regular":
             whiskers = interval(part.over_regular, part.low, part.high)
@@ -36,7 +39,7 @@ def gain_figure(records: pd.DataFrame) -> go.Figure:
 
 def latency_figure(records: pd.DataFrame) -> go.Figure:
     """Return ms per token of a row: the mean as a marker, and a line from the first row to the last row."""
-    figure = empty_figure("Latency: mean (marker), first to last row (line)", "batch size", "ms per token", 420)
+    figure = empty_figure("Latency: mean (marker), first to last row (line)", "batch size", UNITS["mean_ms"], 420)
     parts, sizes = _by_method(records), sorted(records.batch.unique())
     for place, (method, look, part) in enumerate(parts):
         beside = (place - (len(parts) - 1) / 2) * 0.13

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import ipywidgets
 import numpy as np
@@ -14,6 +14,7 @@ from bass_lab.show.live_figures import live
 from bass_lab.show.looks import LOOKS, bars, curve, interval, panels
 
 BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed in advance
+Rule = Callable[[pd.DataFrame, float], object]  # of the rows of a problem and a budget
 STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "nothing"}  # state of a row: look
 
 
@@ -95,27 +96,17 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
     return figure.update_xaxes(title="seconds since the call; the dashed line is the budget", row=len(runs), col=1)
 
 
-def verdicts(runs: Mapping[str, Evaluation], problem: str, budget: float) -> pd.DataFrame:
-    """Return per method: done rows and right rows within the budget, and the verdicts of First and All."""
-    lines = []
-    for method, run in runs.items():
-        rows = standing(run.samples, problem, budget)
-        right = rows.state == "right, in time"
-        done = int((rows.state != "too late").sum())
-        verdict = {"done": done, "right": int(right.sum()), "First": bool((right & rows.chosen).any())}
-        lines.append({"method": method, **verdict, "All": bool(right.any())})
-    return pd.DataFrame(lines).set_index("method")
-
-
-def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidgets.VBox:
-    """Return controls for problem and budget above `finish_figure` and the verdicts as HTML. `children[1].value` is one
-    of the budget's options, in seconds."""
+def budget_explorer(runs: Mapping[str, Evaluation], rules: Mapping[str, Rule], steps: int = 25) -> ipywidgets.VBox:
+    """Return controls for problem and budget above `finish_figure` and the results of the rules as HTML.
+    `children[1].value` is one of the budget's options, in seconds."""
     samples = pd.concat([run.samples for run in runs.values()])
     seconds = samples.finish_seconds.dropna()
     grid = [(f"{value:.3f} s", float(value)) for value in np.geomspace(seconds.min() * 0.9, seconds.max(), steps)]
 
     def draw(problem: str, budget: float):
-        marks = verdicts(runs, problem, budget).replace({True: "✓", False: "✗"})
+        rows = {method: run.samples[run.samples.problem == problem] for method, run in runs.items()}
+        told = {name: [rule(of, budget) for of in rows.values()] for name, rule in rules.items()}
+        marks = pd.DataFrame(told, index=list(rows)).replace({True: "✓", False: "✗"})
         return finish_figure(runs, problem, budget), marks.to_html(border=0)
 
     style = {"description_width": "initial"}

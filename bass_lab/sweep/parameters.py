@@ -74,9 +74,8 @@ class Parameter:
         if type(value) is list and self.elements:
             value = self._checked_elements(value)
         if type(value) not in self.kinds or not _obeys(value, self.rule):
-            listed = type(value) is str and list in self.kinds
-            text = value if listed and value.startswith("[") else f"[{value}]"
-            hint = f'. With papermill, give a list as -y "{self.name}: {text}"' if listed else ""
+            hint = f'. With papermill, give a list as -y "{self.name}: [{str(value).strip("[]")}]"'
+            hint *= type(value) is str and list in self.kinds
             raise ValueError(f"{self.name} must be {self.accepted}; got {value!r}{hint}")
         return value
 

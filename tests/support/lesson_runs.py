@@ -70,6 +70,7 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
     "14_the_paper": ONE | {"batch_sizes": [16], "max_new_tokens": 2, "problem_count": 1, "samples": [1]},
 }  # fmt: skip
+TWICE = dict(SMALLEST)
 # Cells that run before the lesson with the smallest values. tests/lab checks all drafters and the whole corpus.
 PREPARED = {
     "01_speculative_decoding": """\
