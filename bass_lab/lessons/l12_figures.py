@@ -13,8 +13,7 @@ import plotly.graph_objects as go
 from bass_core import checks
 from bass_lab.measure import records
 from bass_lab.show.looks import CURVES, curve, empty_figure, interval
-from bass_lab.sweep.papermill_runs import executed
-from bass_lab.sweep.store import FAILED, MARK, SWEEP, in_table, read_sweep
+from bass_lab.sweep.store import FAILED, MARK, SWEEP, executed, in_table, read_sweep
 
 
 def runs(folder: Path) -> pd.DataFrame:
@@ -27,7 +26,7 @@ def runs(folder: Path) -> pd.DataFrame:
     names = dict.fromkeys(name for own, _ in found.values() for name in own)
     varied = [name for name in names if len({json.dumps(own.get(name)) for own, _ in found.values()}) > 1]
     lines = [
-        {"run": key, **{name: in_table(own.get(name)) for name in varied}, **state}
+        {"run": key, **{name: in_table(own.get(name, "")) for name in varied}, **state}
         for key, (own, state) in found.items()
     ]
     return pd.DataFrame(lines, columns=None if lines else ["run", "status"]).set_index("run")
@@ -60,35 +59,19 @@ def _kinds(table: pd.DataFrame) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """value: measured column; across: axis; by: columns, one line per combination; only: query ("": all records)."""
+    """value: measured column; across: axis; by: columns, one line per combination; only: query ("": all records).
+
+    table: the records, with the name of each line in the column `line`. metric: unit and better direction of the value
+    (docs/RECORDS.md), empty if unknown. has_intervals: each point is one record, with an interval of the value.
+    """
 
     table: pd.DataFrame
     value: str
     across: str
     by: list[str]
     only: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.value} against {self.across}" + (f" ({self.only})" if self.only else "")
-
-    @property
-    def metric(self) -> dict:
-        """Unit and better direction of the value (docs/RECORDS.md). Empty for an unknown value."""
-        return records.metrics(*_kinds(self.table)).get(self.value, {})
-
-    @property
-    def lines(self) -> pd.Series:
-        """Name of the figure's line for each row of the table."""
-        if not self.by:
-            return pd.Series("all runs", index=self.table.index)
-        return self.table[self.by].apply(lambda row: ", ".join(f"{name} {row[name]}" for name in self.by), axis=1)
-
-    @property
-    def has_intervals(self) -> bool:
-        """True if each point is one record, with an interval of the value."""
-        points = self.table.assign(line=self.lines)
-        return self.value == "over_regular" and not points.duplicated([self.across, "line"]).any()
+    metric: dict
+    has_intervals: bool
 
 
 def view(
@@ -124,20 +107,26 @@ def view(
     chosen = [checks.one_of("by", name.strip(), columns) for name in by.split(",")] if by else varied
     chosen = [name for name in chosen if name != across]
     named = table[[across, *chosen]].convert_dtypes().astype(object)
-    return View(table.assign(**named.where(named.notna(), "null")), value, across, chosen, only)
+    named = named.where(named.notna(), "null")
+    line = named[chosen].apply(lambda row: ", ".join(f"{name} {row[name]}" for name in chosen) or "all runs", axis=1)
+    table = table.assign(**named, line=line)
+    intervals = value == "over_regular" and not table.duplicated([across, "line"]).any()
+    return View(table, value, across, chosen, only, metrics.get(value, {}), intervals)
 
 
 def summary(view: View, column: str | None = None) -> pd.DataFrame:
     """Return means of the value, or of another column: [point on the axis, line of the figure]."""
-    named = view.table.assign(line=view.lines)
-    wide = named.pivot_table(column or view.value, view.across, "line", aggfunc="mean", sort=False)
-    return wide.reindex(index=named[view.across].unique(), columns=named.line.unique()).rename_axis(columns=None)
+    wide = view.table.pivot_table(column or view.value, view.across, "line", aggfunc="mean", sort=False)
+    return wide.reindex(index=view.table[view.across].unique(), columns=view.table.line.unique()).rename_axis(
+        columns=None
+    )
 
 
 def figure(view: View) -> go.Figure:
     """Return the value along the axis, a line per combination, with intervals if the records have them."""
     better = f", {view.metric['better']} is better" if "better" in view.metric else ""
-    drawn = empty_figure(view.title, view.across, view.metric.get("unit", view.value) + better, 440)
+    title = f"{view.value} against {view.across}" + (f" ({view.only})" if view.only else "")
+    drawn = empty_figure(title, view.across, view.metric.get("unit", view.value) + better, 440)
     wide = summary(view)
     for place, name in enumerate(wide):
         line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])

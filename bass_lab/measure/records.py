@@ -23,7 +23,7 @@ import pandas as pd
 
 from bass_core import checks
 from bass_lab.locks import lock
-from bass_lab.sweep import papermill_runs, store
+from bass_lab.sweep import store
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "bass_lab" / "assets" / "records"
@@ -280,7 +280,7 @@ def load_records(path: str | Path | None = None) -> pd.DataFrame:
     `frame`; samples of `bass eval` give a line per row, with the settings as columns. Lines without a kind stay as they
     are. A sweep gives the records of finished runs: `run` is the key, and each parameter is a column, None as "auto"
     and lists as text. A record field that has the name of a parameter and another value becomes NAME_recorded. An
-    executed notebook gives the same columns for the files of its `output`, unless several notebooks share a file.
+    executed notebook gives these columns for its `output`, unless several notebooks share the file.
 
     Raises FileNotFoundError; ValueError if there are no records; ValueError with file and line for a wrong line.
     """
@@ -305,7 +305,7 @@ def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
         yield path, _table(path)
     else:
         sweep = (path / store.SWEEP).exists()
-        results = [*store.finished_runs(path)] if sweep else papermill_runs.executed(path)
+        results = [*store.finished_runs(path)] if sweep else store.executed(path)
         versions = {(result.mark.get("code"), result.mark.get("cells")) for result in results}
         if len(versions) > 1:
             warnings.warn(

@@ -17,8 +17,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,35 @@ def finished_runs(folder: Path) -> Iterator[Run]:
         if (place / MARK).exists():
             mark = _checked_mark(place)
             yield Run(key, parameters, [place / name for name in mark["records"]], mark)
+
+
+def executed(folder: Path) -> list[Run]:
+    """Return the notebooks that papermill executed under a folder, without those of sweeps. A file that several
+    notebooks share belongs to no run.
+
+    key: path in the folder, without ending. mark: status ("done", "failed" or "missing"), seconds, error. papermill
+    does not store the working folder: a relative `output` may start at any folder above the notebook, and a moved
+    output lies next to the notebook.
+    """
+    runs = []
+    for path in sorted(folder.rglob("*.ipynb")):
+        notebook, place = json.loads(path.read_text(encoding="utf-8")), path.relative_to(folder)
+        told = notebook["metadata"].get("papermill", {})
+        of_sweep = any((folder / above / SWEEP).exists() for above in place.parents)
+        if of_sweep or "parameters" not in told or ".ipynb_checkpoints" in place.parts:
+            continue
+        chosen = dict(told["parameters"])
+        output = Path(chosen.pop("output", ""))
+        places = [above / output for above in path.absolute().parents] + [path.parent / output.name]
+        files = [place for place in places if output.name and place.exists()][:1]
+        errors = [each for cell in notebook["cells"] for each in cell.get("outputs", ()) if "ename" in each]
+        seconds = told.get("duration")
+        mark = {"status": "missing"} if seconds is None else {"status": "done", "seconds": seconds}
+        if errors:
+            mark = {"status": "failed", "error": f"{errors[0]['ename']}: {errors[0]['evalue']}"}
+        runs.append(Run(str(place.with_suffix("")), chosen, files, mark))
+    shared = Counter(file for run in runs for file in run.files)
+    return [replace(run, files=[file for file in run.files if shared[file] == 1]) for run in runs]
 
 
 def _checked_mark(place: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_notebooks_of_papermill_are_runs(executed, tmp_path):
     assert runs.error.iloc[2] == "AssertionError: asked to fail"
     found = lab.load_records(executed)
     assert list(found.run) == ["1", "1", "2", "2"] and list(found["product"]) == [1, 2, 2, 4]
-    assert set(found.share) == {0.5} and set(found.source) == {"1.jsonl", "2.jsonl"}  # with defaults
+    assert set(found.source) == {"1.jsonl", "2.jsonl"}
     shutil.copytree(executed, tmp_path / "moved")
     assert lab.load_records(tmp_path / "moved").equals(found)
     for path in (tmp_path / "moved").glob("[12].ipynb"):  # as if both runs had recorded to one file
