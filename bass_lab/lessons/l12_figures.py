@@ -125,8 +125,8 @@ def summary(view: View, column: str | None = None) -> pd.DataFrame:
 def figure(view: View) -> go.Figure:
     """Return the value along the axis, a line per combination, with intervals if the records have them."""
     better = f", {view.metric['better']} is better" if "better" in view.metric else ""
-    title = f"{view.value} against {view.across}" + (f" ({view.only})" if view.only else "")
-    drawn = empty_figure(title, view.across, view.metric.get("unit", view.value) + better, 440)
+    title = f"{view.value} against {view.across}{better}" + (f" ({view.only})" if view.only else "")
+    drawn = empty_figure(title, view.across, view.metric.get("unit", view.value), 440)
     wide = summary(view)
     for place, name in enumerate(wide):
         line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])

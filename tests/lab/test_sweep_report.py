@@ -117,7 +117,8 @@ def test_best_follows_the_direction_of_the_metric():
         summary, found = l12_figures.summary(view), best(view)
         assert (found[value] == getattr(summary, better)(axis=1)).all()
         assert list(found.best) == list(getattr(summary, f"idx{better}")(axis=1)), value
-        assert f"{word} is better" in l12_figures.figure(view).layout.yaxis.title.text
+        drawn = l12_figures.figure(view).layout
+        assert f"{word} is better" in drawn.title.text and drawn.yaxis.title.text == records.metrics()[value]["unit"]
         assert found.get("intervals overlap", pd.Series()).all()
 
 
@@ -157,4 +158,4 @@ def test_report_draws_runs_of_papermill_and_files(executed, tmp_path):
     assert "4 records of 2 runs" in text_of_report(tmp_path, folder=str(executed), value="product")
     file = records.SHIPPED / "embedded_cpu.jsonl"
     text = text_of_report(tmp_path, folder=str(file), value="mean_ms", only="prompt_set == 'mini'")
-    assert f"{len(lab.load_records(file))} records of 0 runs" in text and "ms per token, lower is better" in text
+    assert f"{len(lab.load_records(file))} records of 0 runs" in text and "mean_ms against batch, lower is better" in text
