@@ -23,20 +23,19 @@ def runs(folder: Path) -> pd.DataFrame:
         found = {key: (own, _state(folder, key)) for key, own in read_sweep(folder)["runs"].items()}
     else:
         found = {run.key: (run.parameters, run.mark) for run in executed(folder)}
-    names = dict.fromkeys(name for own, _ in found.values() for name in own)
-    varied = [name for name in names if len({json.dumps(own.get(name)) for own, _ in found.values()}) > 1]
-    lines = [
-        {"run": key, **{name: in_table(own.get(name, "")) for name in varied}, **state}
-        for key, (own, state) in found.items()
-    ]
-    return pd.DataFrame(lines, columns=None if lines else ["run", "status"]).set_index("run")
+    asked = pd.DataFrame(
+        [{name: in_table(value) for name, value in own.items()} for own, _ in found.values()], [*found]
+    )
+    varied = [name for name in asked if asked[name].nunique(dropna=False) > 1]
+    states = pd.DataFrame([state for _, state in found.values()], [*found], None if found else ["status"])
+    return asked[varied].join(states).rename_axis("run")
 
 
 def _state(folder: Path, key: str) -> dict:
     mark, report = folder / key / MARK, folder / FAILED / key / "error.txt"
     if mark.exists():
         found = json.loads(mark.read_text(encoding="utf-8"))
-        return {"status": "done", "seconds": found["seconds"], "attempts": found["attempts"]}
+        return {"status": "done", **{name: found[name] for name in ("seconds", "attempts")}}
     if report.exists():
         return {"status": "failed", "error": report.read_text(encoding="utf-8").splitlines()[0]}
     return {"status": "missing"}

@@ -45,7 +45,7 @@ INJECTED = "# Parameters"  # first line of the cell that papermill inserts
 
 @dataclass(frozen=True)
 class Parameter:
-    """kinds: types of the value. elements: types of a list's elements (empty: any). rule: further constraint."""
+    """kinds: types of the value. elements: types of a default list's elements (empty: any). rule: a constraint."""
 
     name: str
     kinds: tuple[type, ...]
@@ -141,9 +141,8 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
     found = {}
     for statement in ast.parse(source).body:
         try:
-            name, kind = statement.target.id, _kind(statement.annotation)
+            name, kind = statement.target.id, KINDS[ast.unparse(statement.annotation)]
             default = ast.literal_eval(statement.value)
-            elements = _elements(statement.annotation, default)
         except (AttributeError, KeyError, ValueError):
             raise ValueError(
                 f"parameters must be lines like `batch_size: int = 8` with the types {', '.join(KINDS)}; got "
@@ -152,6 +151,7 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
         rule, optional = rules.get(name, COMMON_RULES.get(name)), default is None
         if isinstance(rule, str) and rule.endswith(OR_AUTO):
             rule, optional = rule.removesuffix(OR_AUTO), True
+        elements = tuple(dict.fromkeys(map(type, default))) if isinstance(default, list) else ()
         kinds = (*(each for each in elements if each in (int, float)), kind, *[NoneType] * optional)
         found[name] = Parameter(name, kinds, default, rule, elements)
     if strange := [name for name in rules if name not in found]:
@@ -204,18 +204,6 @@ def _declares(cell: str) -> bool:
         return bool(declared(cell, {}))
     except (SyntaxError, ValueError):
         return False
-
-
-def _kind(annotation: ast.expr) -> type:
-    """Return the type of an annotation such as `int` or `list[int]`. KeyError for other types."""
-    return KINDS[ast.unparse(annotation.value if isinstance(annotation, ast.Subscript) else annotation)]
-
-
-def _elements(annotation: ast.expr, default: Any) -> tuple[type, ...]:
-    """Return the element types of a list: from an annotation such as `list[int]`, else from the default."""
-    if isinstance(annotation, ast.Subscript) and _kind(annotation) is list:
-        return (_kind(annotation.slice),)
-    return tuple(dict.fromkeys(map(type, default))) if isinstance(default, list) else ()
 
 
 def _called_with(source: str) -> dict[str, Rule]:

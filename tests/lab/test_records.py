@@ -74,10 +74,9 @@ def test_file_reached_twice_counts_once(tmp_path):
     assert lab.load_records(tmp_path).prompt_set.tolist() == ["mine"]
 
 
-# numbers that are settings, or describe the machine or the case
 SETTINGS = {"batch", "k", "max_new_tokens", "temperature", "seed", "repeats", "cores", "alpha", "context", "rows"}
 SETTINGS |= {"requests", "new_tokens", "max_batch_size", "heads", "kv_heads", "head_dim", "query_length", "kv_length"}
-SETTINGS |= {"total_kv", "columns", "inputs"}
+SETTINGS |= {"total_kv", "columns", "inputs"}  # numbers that are not measured
 
 
 def test_every_number_is_a_metric_with_a_unit_or_a_setting():

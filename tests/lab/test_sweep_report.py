@@ -1,10 +1,10 @@
 """Lesson 12: runs of a sweep and of papermill as a table, records as a view, and the shipped sweep."""
 
-import json
 import shutil
 from contextlib import nullcontext
 
 import lesson_runs
+import nbformat
 import pandas as pd
 import papermill
 import pytest
@@ -104,17 +104,12 @@ def test_view_of_an_unknown_name_lists_the_known():
             shipped_view(**chosen)
 
 
-def best(view):
-    cells = json.loads((lesson_runs.NOTEBOOKS / "12_sweep_report.ipynb").read_text(encoding="utf-8"))["cells"]
-    names = {"figures": l12_figures, "pd": pd}
-    exec("".join(next(cell["source"] for cell in cells if cell["id"] == "best")), names)
-    return names["best"](view)
-
-
 def test_best_follows_the_direction_of_the_metric():
+    lesson, names = lesson_runs.NOTEBOOKS / "12_sweep_report.ipynb", {"figures": l12_figures, "pd": pd}
+    exec(next(cell.source for cell in nbformat.read(lesson, 4).cells if cell.id == "best"), names)
     for value, better, word in (("mean_ms", "min", "lower"), ("over_regular", "max", "higher")):
         view = shipped_view(value)
-        summary, found = l12_figures.summary(view), best(view)
+        summary, found = l12_figures.summary(view), names["best"](view)
         assert (found[value] == getattr(summary, better)(axis=1)).all()
         assert list(found.best) == list(getattr(summary, f"idx{better}")(axis=1)), value
         drawn = l12_figures.figure(view).layout
@@ -147,15 +142,13 @@ def text_of_report(tmp_path, **parameters):
 
 
 @pytest.mark.ci
-def test_report_draws_any_sweep(folder, tmp_path):
+def test_report_draws_sweeps_runs_of_papermill_and_files(folder, executed, tmp_path):
     text = text_of_report(tmp_path, folder=str(folder), across="length", value="found")
     assert "4 records of 4 runs" in text and "found against length" in text and "size 2" in text
     assert "No setting is best" in text and "the longer draft wins" not in text
-
-
-@pytest.mark.ci
-def test_report_draws_runs_of_papermill_and_files(executed, tmp_path):
     assert "4 records of 2 runs" in text_of_report(tmp_path, folder=str(executed), value="product")
     file = records.SHIPPED / "embedded_cpu.jsonl"
     text = text_of_report(tmp_path, folder=str(file), value="mean_ms", only="prompt_set == 'mini'")
-    assert f"{len(lab.load_records(file))} records of 0 runs" in text and "mean_ms against batch, lower is better" in text
+    assert (
+        f"{len(lab.load_records(file))} records of 0 runs" in text and "mean_ms against batch, lower is better" in text
+    )

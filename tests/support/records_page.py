@@ -34,7 +34,10 @@ def page() -> str:
 
 def _section(kind: str) -> str:
     schema = records.kinds()[kind]
-    rows = [_row(name, part, schema) for name, part in schema["properties"].items()]
+    rows = [
+        (name, _type(part), part.get("unit", ""), part.get("better", ""), _meaning(name, part, schema))
+        for name, part in schema["properties"].items()
+    ]
     only = "" if schema.get("additionalProperties", True) else " No further fields."
     return f"## {kind}\n\n{schema['description']}{only}\n\n{table(COLUMNS, rows)}\n"
 
@@ -42,10 +45,6 @@ def _section(kind: str) -> str:
 def _type(part: dict) -> str:
     named = part.get("type", "string")
     return named if isinstance(named, str) else " or ".join(named)
-
-
-def _row(name: str, part: dict, schema: dict) -> tuple[str, ...]:
-    return name, _type(part), part.get("unit", ""), part.get("better", ""), _meaning(name, part, schema)
 
 
 def _meaning(name: str, part: dict, schema: dict) -> str:
