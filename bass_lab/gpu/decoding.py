@@ -49,9 +49,6 @@ KINDS = ("gpu_speed", "gpu_failure")
 UNCHECKED = {"passed": None}
 
 
-# --- costs and prompts --------------------------------------------------------------------------------------
-
-
 def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
     """Return the excess of measured steps over these costs: seconds per pass of either model, per verified token and
     per step, as arguments of `modelled_costs`. Medians over steps."""
@@ -84,9 +81,6 @@ def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int 
     lengths = np.linspace(context - spread, context + spread, batch).round() if batch > 1 else [context]
     vocabulary = pair.target.config.get_text_config().vocab_size
     return [torch.randint(3, vocabulary, (int(length),), generator=generator) for length in lengths]
-
-
-# --- a group --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,9 +238,6 @@ def checked(device: str, attention: str, compile: str, new: int = 24) -> dict:
         "attention": meta["attention"],
         "compile": meta["compile"],
     }
-
-
-# --- the command -----------------------------------------------------------------------------------------
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.evaluation import Evaluation
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
-from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, StepWork, utilisation
+from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, StepWork
 from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -156,20 +156,6 @@ def replayed_speed(
     return Speed(float(runs.tokens.sum() / runs.seconds.sum()), *times)
 
 
-def utilisations(
-    trace: AcceptanceTrace, policy: int | DraftLengthPolicy, batches: Sequence[int], seed: int = 0
-) -> pd.DataFrame:
-    """Return the modelled utilisation of an A100 by regular decoding, single and batched speculation: a line per method
-    and batch, with `verified` and `emitted` (`roofline.utilisation`). "single" runs one sequence at a time."""
-    cost, lines = costs_on(A100), []
-    for batch in batches:
-        for method, rows, k in (("regular", batch, 0), ("single", 1, policy), ("batched", batch, policy)):
-            steps = simulator.simulate_trace(trace, k, cost, batch=rows, seed=seed).steps
-            used = utilisation(steps, *PAPER_PAIR, A100)
-            lines.append({"method": method, "batch": batch, "verified": used.verified, "emitted": used.emitted})
-    return pd.DataFrame(lines)
-
-
 def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float, scaling: float) -> Tensor:
     """Return attention as QKᵀ, softmax, PV. query: [..., Q, D]; key, value: [..., S, D]; bias: [..., Q, S]."""
     scores = query @ key.transpose(-1, -2) * scaling + bias
@@ -212,31 +198,6 @@ def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.
         for way, (products, keys, scores) in ways.items()
     }
     return pd.DataFrame.from_dict(lines, orient="index").astype({"products": int})
-
-
-def behind_the_best_fixed(
-    trace: AcceptanceTrace,
-    policies: Mapping[str, Callable[[], DraftLengthPolicy]],
-    fixed: Sequence[int],
-    batches: Sequence[int],
-    cost: CostModel,
-    **options,
-) -> pd.DataFrame:
-    """Return replays of policies, fixed lengths and regular decoding, a line per batch and policy.
-
-    Columns: batch, policy, k (mean), tokens_per_s; over_best, over_regular: relative to best fixed length, regular.
-    """
-    ways = {f"fixed {k}": k for k in fixed} | {name: make() for name, make in policies.items()} | {"regular": 0}
-    lines = []
-    for batch in batches:
-        found = {name: simulator.simulate(trace, way, cost, batch=batch, **options) for name, way in ways.items()}
-        speeds = {name: float(runs.tokens.sum() / runs.seconds.sum()) for name, runs in found.items()}
-        best = max(speed for name, speed in speeds.items() if name.startswith("fixed"))
-        for name, speed in speeds.items():
-            over = {"over_best": speed / best, "over_regular": speed / speeds["regular"]}
-            k = 0.0 if name == "regular" else float(found[name].k.mean())
-            lines.append({"batch": batch, "policy": name, "k": k, "tokens_per_s": speed} | over)
-    return pd.DataFrame(lines)
 
 
 def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:

@@ -11,7 +11,7 @@ from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, panels
 
 
 def utilisation_figure(table: pd.DataFrame) -> go.Figure:
-    """Return the share of the peak against the batch by method. table: of `l14_demonstrations.utilisations`."""
+    """Return the share of the peak against the batch by method. table: batch, method, verified, emitted."""
     titles = ["verified positions", "emitted tokens"]
     figure = panels(1, 2, titles, "GPU utilisation (modelled A100)", 430)
     for column, measure in enumerate(("verified", "emitted"), 1):
@@ -47,7 +47,8 @@ def bytes_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def lengths_figure(table: pd.DataFrame, shown: Sequence[str], title: str) -> go.Figure:
-    """Return speed ÷ best fixed length's (left) and mean length (right). table: of `behind_the_best_fixed`."""
+    """Return speed ÷ best fixed length's (left) and mean length (right). table: batch, policy,
+    k, tokens_per_s, over_best."""
     figure = panels(1, 2, ["speed ÷ speed of the best fixed length", "mean draft length"], title, 430)
     for name, look in zip(shown, CURVES, strict=False):
         part = table[table.policy == name]

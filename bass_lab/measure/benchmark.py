@@ -4,15 +4,7 @@ Every repeat runs all methods one after the other, with the same prompts and lim
 therefore slows all methods, and a speed-up is the ratio within a repeat. With `take_turns`, the methods of a repeat
 alternate step by step. This resolves differences of a few percent on a noisy machine. The baseline `regular` is this
 engine with draft length 0: the same cache and loop without speculative work. `transformers` is a second baseline.
-
-| method | decoding |
-| --- | --- |
-| `transformers` | `model.generate` on the left-padded batch |
-| `assisted` | `model.generate(assistant_model=draft)` with its defaults, one row at a time |
-| `regular` | this engine, draft length 0 |
-| `single` | this engine, one row at a time |
-| `batched` | this engine, all rows at once: BASS |
-| `other_draft` | `batched` with another draft model or drafter |
+`records.schema.json` describes each method.
 """
 
 from __future__ import annotations

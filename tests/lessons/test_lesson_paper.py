@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import lesson_runs
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -103,27 +102,6 @@ def test_claims_of_others_have_a_source_and_a_year():
     assert len(claims) == 6
     for claim in claims:
         assert re.search(r"\([^()]*\b20\d\d\b[^()]*\)$", claim), claim
-
-
-def test_utilisation_counts_verified_and_emitted_tokens(made_up):
-    used = demonstrations.utilisations(made_up, 5, [1, 4]).set_index(["method", "batch"])
-    regular = used.loc["regular"]
-    np.testing.assert_allclose(regular.verified, regular.emitted)
-    assert used.verified["batched", 1] == used.verified["single", 1] == used.verified["single", 4]
-    assert used.verified["batched", 4] > used.emitted["batched", 4] > used.emitted["single", 4]
-    assert len(figures.utilisation_figure(used.reset_index()).data) == 6
-
-
-def test_policies_are_compared_with_the_best_fixed_length(made_up):
-    cost = demonstrations.costs_on(demonstrations.A100)
-    found = demonstrations.behind_the_best_fixed(
-        made_up, {"Algorithm 1": bass.BassHeuristic}, (1, 6), [2], cost, repeats=2
-    )
-    by = found.set_index("policy")
-    assert by.over_best[["fixed 1", "fixed 6"]].max() == 1 and by.over_regular["regular"] == 1
-    assert by.k["regular"] == 0 and by.k["Algorithm 1"] > 1
-    figure = figures.lengths_figure(found, ["Algorithm 1"], "")
-    assert [trace.name for trace in figure.data] == ["Algorithm 1", "Algorithm 1", "best fixed"]
 
 
 @pytest.mark.slow
