@@ -89,6 +89,6 @@ def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
             mark.update(legendgroup=name, showlegend=place == 1)
             mark.update(marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 12})
             figure.add_trace(mark.update(hovertemplate="%{x:.2f} ms, TV %{y:.4f}"), 1, place)
-    figure.update_xaxes(title="ms between two tokens of a row", rangemode="tozero")
+    figure.update_xaxes(title="ms per token of a row", rangemode="tozero")
     top = 1.25 * max(front.tv.max(), 0.004)
     return figure.update_yaxes(range=[-0.1 * top, top]).update_yaxes(title="TV from the full target", col=1)
