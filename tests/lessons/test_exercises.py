@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
+from transformers import DynamicCache
 
 pytest.importorskip("triton")
 
@@ -171,7 +172,12 @@ def test_check_passes_stubs_and_errors_on(capsys):
 def loop():
     """Return the names of lesson 02b with tiny models and short texts, and the source of its solutions."""
     prompts = [torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 3)]
-    names = {"pair": bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), "ids": prompts, "CACHE": CACHE}
+    names = {
+        "pair": bass.ModelPair(tiny_model(), tiny_model(noise=0.1)),
+        "ids": prompts,
+        "CACHE": CACHE,
+        "DynamicCache": DynamicCache,
+    }
     cells = json.loads((lesson_runs.NOTEBOOKS / "02b_write_the_loop.ipynb").read_text(encoding="utf-8"))["cells"]
     solutions = [cell for cell in cells if cell["metadata"].get("tags") == ["solution"]]
     for cell in cells:

@@ -38,3 +38,20 @@ def test_route_names_existing_cells_and_covers_the_paper(minutes):
         assert part and not taught & part, "no cell, or the same cell twice"
         taught |= part
         assert heading(cells, ids.index(first)) == under
+
+
+def test_hands_on_class_has_the_parts_of_its_lesson():
+    text = (ROOT / "docs/teaching/routes.md").read_text(encoding="utf-8").partition("\n## Hands-on class")[2]
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE)
+    cells = json.loads((NOTEBOOKS / "02b_write_the_loop.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells)
+    assert sum(int(minutes) for minutes, _ in rows) == 90 and all(f"## {part}\n" in source for _, part in rows)
+
+
+def test_glossary_names_lessons_that_use_the_term():
+    lessons = {path.name.split("_")[0]: path.read_text(encoding="utf-8").lower() for path in NOTEBOOKS.glob("*.ipynb")}
+    text = (ROOT / "docs/teaching/glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\*\*[^|]+) \|.* \| ([\w, ]+) \|$", text, re.MULTILINE)
+    terms = [(term, number) for row, numbers in rows for term in re.findall(r"\*\*(.+?)\*\*", row)
+             for number in numbers.split(", ")]  # fmt: skip
+    assert len(terms) > 60 and [each for each in terms if each[0].lower() not in lessons[each[1]]] == []
