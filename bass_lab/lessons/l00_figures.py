@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import ipywidgets
 import pandas as pd
+import plotly.graph_objects as go
 from IPython import get_ipython
 from IPython.display import display
 
@@ -14,7 +14,7 @@ from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, widgets
 
 LAUNCHED = """ (This picture keeps every token, so on a GPU all kernels are launched one by one. The speeds
 further down are measured with captured CUDA graphs.)"""
@@ -119,39 +119,42 @@ class _LiveHtml:
             self._last = time.perf_counter()
 
 
-def _timed(
-    pair: ModelPair, prompts: Sequence[str], k: int, max_new_tokens: int = 128, seed: int = 0, **options
-) -> tuple[Generation, dict[str, float]]:
-    """Return a run with this draft length, and the numbers for the slider and the table."""
-    with KeptSession(pair, len(prompts), draft_length=k, **options) as decode:
-        out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
-    summary = out.trace.summary()
-    found = {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]}
-    return out, found | {"tokens/s": summary["tokens"] / decode.seconds}
+Runs = Mapping[int, tuple[Generation, dict[str, float]]]  # by draft length: a run, and its row of `lengths_table`
 
 
-def draft_length_slider(pair: ModelPair, prompts: Sequence[str], value: int = 5, **options) -> ipywidgets.VBox:
-    """Return a draft length slider above the acceptance raster of a run.
+def runs_by_length(
+    pair: ModelPair, prompts: Sequence[str], lengths: Iterable[int], *, max_new_tokens: int, seed: int = 0
+) -> Runs:
+    """Return a run for regular decoding (0) and for each of the draft lengths, with its speed."""
+    runs = {}
+    for k in sorted({0, *lengths}):
+        with KeptSession(pair, len(prompts), draft_length=k) as decode:
+            out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
+        summary = out.trace.summary()
+        found = {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]}
+        runs[k] = out, found | {"tokens/s": summary["tokens"] / decode.seconds}
+    return runs
 
-    Children: slider, sentence, figure. A new `slider.value` decodes again. The sentence compares the text with regular
-    decoding.
-    """
-    reference = generate(pair, prompts, draft_length=0, **options).sequences
 
-    def draw(k: int):
-        out, found = _timed(pair, prompts, k, **options)
-        same = all(a.tolist() == b.tolist() for a, b in zip(reference, out.sequences, strict=True))
+def draft_length_slider(runs: Runs, value: int) -> widgets.VBox:
+    """Return a slider over the draft lengths of the runs, above a sentence and the acceptance raster of the run."""
+
+    def draw(k: int) -> tuple[str, go.Figure]:
+        out, found = runs[k]
+        pairs = zip(runs[0][0].sequences, out.sequences, strict=True)
+        same = all(a.tolist() == b.tolist() for a, b in pairs)
         sentence = (
-            f"<b>k = {k}</b>: {found['tokens per step']:.2f} tokens per step, α = {found['α']:.2f}, "
-            f"{found['tokens/s']:,.0f} tokens/s · "
+            f"<b>k = {k}</b>: {found['tokens per step']:.2f} tokens per step, "
+            + (f"α = {found['α']:.2f}, " if k else "nothing drafted, ")
+            + f"{found['tokens/s']:,.0f} tokens/s · "
             + ("same text as regular decoding ✓" if same else "the text differs from regular decoding ✗")
         )
         return sentence, plots.acceptance_raster(out.trace)
 
-    return live(draw, k=slider(value, 1, max(10, value), "draft length"))
+    return live(draw, k=widgets.SelectionSlider(options=list(runs), value=value, description="draft length"))
 
 
-def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:
-    """Return tokens per step, alpha and tokens/s per draft length, as in `draft_length_slider`."""
-    lines = {k: _timed(pair, prompts, k, **options)[1] for k in lengths}
+def lengths_table(runs: Runs) -> pd.DataFrame:
+    """Return tokens per step, alpha and tokens/s per draft length."""
+    lines = {k: found for k, (_, found) in runs.items()}
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis("draft length")

@@ -6,7 +6,6 @@ import html
 import itertools
 from collections.abc import Mapping, Sequence
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from bass_lab.lessons import l01_demonstrations, l01_rules
 from bass_lab.lessons.l01_demonstrations import Story
 from bass_lab.show import plots, token_views
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, slider, widgets
 from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, interval, panels
 
 VERDICTS = ("accepted", "rejected", "not reached", "recovered", "bonus", "regular")
@@ -102,7 +101,7 @@ def _label(line: pd.Series) -> str:
     return "<br>".join(parts)
 
 
-def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.VBox:
+def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> widgets.VBox:
     """Return a slider over the steps of a story, above the text so far and `steps_figure`."""
     steps = sorted(set(story.lines.step) - {0})
 
@@ -146,7 +145,7 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
     return figure.update_yaxes(title="probability", col=1)
 
 
-def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> ipywidgets.VBox:
+def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> widgets.VBox:
     """Return a slider for the temperature of both models above `overlap_figure` of one position (`next_logits`)."""
 
     def draw(temperature: float):

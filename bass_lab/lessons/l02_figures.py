@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -16,7 +15,7 @@ from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons import l02_naive_batches
 from bass_lab.lessons.l02_demonstrations import expected_speed
 from bass_lab.show import plots
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, slider, widgets
 from bass_lab.show.looks import LOOKS, bars, cells, curve, empty_figure, panels
 
 PACES = {"each row at its own pace": "accepted", "lock-step": "recovered"}  # name: look
@@ -58,7 +57,7 @@ def lock_step_table(alphas: Sequence[float], k: int, batches: Sequence[int]) -> 
     return pd.DataFrame(table, index=pd.Index(alphas, name="α"))
 
 
-def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywidgets.VBox:
+def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> widgets.VBox:
     """Return sliders for α, batch size and draft length above a sentence and `lock_step_figure`."""
 
     def draw(alpha: float, batch: int, k: int):
@@ -132,7 +131,7 @@ def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
     return figure.update_xaxes(title="slot = position", row=len(steps), col=1)
 
 
-def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
+def cache_slider(states: pd.DataFrame) -> widgets.VBox:
     """Return a step slider above a sentence and `cache_figure`."""
 
     def draw(step: int):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
+from IPython.display import display
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core import checks
@@ -20,7 +20,7 @@ from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedL
 from bass_core.prompts import token_ids
 from bass_lab.pairs import drafters_for
 from bass_lab.provenance import describe_run
-from bass_lab.show import live_figures
+from bass_lab.show.live_figures import busy, stacked, widgets
 from bass_lab.show.looks import LOOKS
 from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer
 from bass_lab.study.published_policies import HuggingFaceHeuristic
@@ -75,17 +75,17 @@ class AcceptanceExplorer:
         self.live = sum(p.numel() for p in pair.target.parameters()) < LIVE_BELOW if live is None else live
         self.out: Generation | None = None
         self.same_text: bool | None = None
-        self._regular: dict[str, list[list[int]]] = {}  # tokens of regular decoding, by settings
+        self._decoded: dict[str, Generation] = {}  # by settings
         self.view = TraceExplorer(pair.tokenizer)
         self.raster = self.view.raster
-        self.message, self.badge = HTML(), HTML()
+        self.message, self.badge = widgets.HTML(), widgets.HTML()
         values = {"batch_size": batch_size, "draft_length": draft_length, "temperature": temperature, "policy": policy}
         values |= {"verification": verification, "prompt_set": prompt_set, "seed": seed}
         values["drafter"] = next(iter(self.drafters)) if drafter is None else drafter
         settings = _settings(values, {"prompt_set": self.prompts, "drafter": self.drafters}, self.live)
         self.controls = settings | self.view.controls
-        above = Box(list(settings.values()), layout=WRAPPED)
-        self.widget = VBox([above, self.message, self.badge, self.view.widget])
+        above = widgets.Box(list(settings.values()), layout=WRAPPED)
+        self.widget = stacked(above, self.message, self.badge, self.view.widget)
         self._setting = False
         for name, control in settings.items():
             if name == "run":
@@ -118,9 +118,9 @@ class AcceptanceExplorer:
         for name, value in settings.items():
             self.controls[name].value = value
         self._setting = False
-        self.message.value = "Decoding …"
         try:
-            self._run()
+            with busy(self.widget):
+                self._run()
             self.message.value = ""
         except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # as `generate`; memory, too
             self.message.value = (
@@ -131,11 +131,11 @@ class AcceptanceExplorer:
     def _run(self) -> None:
         names = ("temperature", "verification", "seed")
         texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
-        pair = self.used = replace(self.pair, draft=self.drafters[self.controls["drafter"].value])
         if self.out is None:  # probing and warm-up happen once and are not timed
-            generate(pair, texts, **options | {"max_new_tokens": 4})
-        policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
-        self.out = generate(pair, texts, draft_length=policy, trace="tokens", **options)
+            generate(self.pair, texts, **options | {"max_new_tokens": 4})
+        self.out = self._of(
+            texts, options, *(self.controls[name].value for name in ("drafter", "policy", "draft_length"))
+        )
         samples = len(self.out.sequences) // len(texts)
         written = [
             text if isinstance(text, str) else self.pair.tokenizer.decode(ids)
@@ -144,6 +144,14 @@ class AcceptanceExplorer:
         self.view.show(self.out.trace, [text for text in written for _ in range(samples)])
         self._compare(texts, options)
 
+    def _of(self, texts: Sequence[str], options: dict, drafter: str, policy: str, k: int) -> Generation:
+        """Return the run of these settings. A second visit to the same settings decodes nothing."""
+        key = repr((texts, options, drafter, policy, k))
+        if key not in self._decoded:
+            pair, chosen = replace(self.pair, draft=self.drafters[drafter]), POLICIES[policy](k)
+            self._decoded[key] = generate(pair, texts, draft_length=chosen, trace="tokens", **options)
+        return self._decoded[key]
+
     def _texts(self) -> list[str]:
         name, count = self.controls["prompt_set"].value, self.controls["batch_size"].value
         if count > len(self.prompts[name]):
@@ -151,19 +159,15 @@ class AcceptanceExplorer:
         return list(self.prompts[name][:count])
 
     def _compare(self, texts: Sequence[str], options: dict) -> None:
-        """Compare the text with regular decoding, and set `same_text`. Regular texts are cached by settings."""
+        """Compare the text with regular decoding, and set `same_text`."""
         if options["temperature"] > 0 and options["verification"] != "coupled":
             self.same_text = None
             about = f"sampled, {options['verification']} verification: distribution of regular decoding, other text"
             self.badge.value = _badge("–", "regular", about)
             return
-        key = repr((texts, options))
-        if key not in self._regular:
-            self.badge.value = _badge("…", "regular", "comparing with regular decoding")
-            regular = generate(self.pair, texts, draft_length=0, **options)
-            self._regular[key] = [tokens.tolist() for tokens in regular.sequences]
-        pairs = zip(self._regular[key], self.out.sequences, strict=True)
-        equal = [wanted == found.tolist() for wanted, found in pairs]
+        regular = self._of(texts, options, next(iter(self.drafters)), "fixed", 0)
+        pairs = zip(regular.sequences, self.out.sequences, strict=True)
+        equal = [wanted.tolist() == found.tolist() for wanted, found in pairs]
         self.same_text = all(equal)
         verdict = "same text as regular decoding" if self.same_text else "the text differs from regular decoding"
         about = f"{verdict}: {sum(equal)} of {len(equal)} rows are equal, token by token"
@@ -185,19 +189,11 @@ class AcceptanceExplorer:
             **rates,
             "tokens_per_step": summary["tokens_per_step"],
             "same_text": self.same_text,
-            **describe_run(self.used),
+            **describe_run(replace(self.pair, draft=self.drafters[self.controls["drafter"].value])),
         }
 
-    def static(self) -> tuple:
-        """Return the current view without widgets, as `TraceExplorer.static`, with settings and badge."""
-        names = ("prompt_set", "batch_size", "drafter", "policy", "draft_length", "temperature", "verification", "seed")
-        shown = [f"{name.replace('_', ' ')} {self.controls[name].value}" for name in names]
-        sentence, *rest = self.view.static()
-        above = live_figures.static(f"{', '.join(shown)}.<br>{self.badge.value}<br>{sentence.data}")
-        return *above, *rest
-
-    def _repr_mimebundle_(self, **options):
-        return self.widget._repr_mimebundle_(**options)
+    def _ipython_display_(self) -> None:
+        display(self.widget)
 
 
 def acceptance_table(
@@ -214,7 +210,7 @@ def acceptance_table(
     return pd.DataFrame(lines)
 
 
-def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
+def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, widgets.Widget]:
     """Return the controls of a run. chosen: options by control. Raises the errors of `AcceptanceExplorer`."""
     k = checks.integer("draft_length", values["draft_length"])
     batch_size = checks.integer("batch_size", values["batch_size"], least=1)
@@ -222,23 +218,25 @@ def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> 
     temperature = values["temperature"]
     if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0, got {temperature!r}")
-    common = {"style": {"description_width": "85px"}, "layout": {"width": "250px"}}
+    common = {"style": {"description_width": "85px"}}
     slider = common | {"continuous_update": False}
     controls = {
-        "prompt_set": Dropdown(options=list(chosen["prompt_set"]), description="prompts", **common),
-        "drafter": Dropdown(options=list(chosen["drafter"]), description="drafter", **common),
-        "policy": Dropdown(options=list(POLICIES), description="policy", **common),
-        "verification": Dropdown(options=RULES, description="verification", **common),
-        "draft_length": IntSlider(k, 0, max(12, k), description="draft length", **slider),
-        "batch_size": IntSlider(batch_size, 1, max(16, batch_size), description="batch size", **slider),
-        "temperature": FloatSlider(
+        "prompt_set": widgets.Dropdown(options=list(chosen["prompt_set"]), description="prompts", **common),
+        "drafter": widgets.Dropdown(options=list(chosen["drafter"]), description="drafter", **common),
+        "policy": widgets.Dropdown(options=list(POLICIES), description="policy", **common),
+        "verification": widgets.Dropdown(options=RULES, description="verification", **common),
+        "draft_length": widgets.IntSlider(k, 0, max(12, k), description="draft length", **slider),
+        "batch_size": widgets.IntSlider(batch_size, 1, max(16, batch_size), description="batch size", **slider),
+        "temperature": widgets.FloatSlider(
             temperature, min=0, max=max(1.5, temperature), step=0.1, description="temperature", **slider
         ),
-        "seed": IntText(seed, description="seed", **slider),
+        "seed": widgets.IntText(seed, description="seed", **slider),
     }
     for name in ("prompt_set", "drafter", "policy", "verification"):
         controls[name].value = checks.one_of(name, values[name], controls[name].options)
-    return controls if live else controls | {"run": Button(description="Run", button_style="primary", icon="play")}
+    return (
+        controls if live else controls | {"run": widgets.Button(description="Run", button_style="primary", icon="play")}
+    )
 
 
 def _badge(symbol: str, kind: str, text: str) -> str:

@@ -1,12 +1,12 @@
-"""Live comparison of draft-length policies on synthetic acceptance, with regret to the best in hindsight."""
+"""Live comparison of draft-length policies on synthetic acceptance."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
-from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
+from IPython.display import display
 
 from bass_core import checks
 from bass_core.loop.trace import Trace
@@ -15,30 +15,20 @@ from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
 from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
-from bass_lab.policies import Learned, MarginalValue, RaggedBudget
-from bass_lab.show import live_figures, token_views
-from bass_lab.show.live_figures import live
+from bass_lab.show import token_views
+from bass_lab.show.live_figures import live, widgets
 from bass_lab.show.looks import bars, empty_figure
 from bass_lab.show.trace_explorer import WRAPPED
 from bass_lab.study import simulator
-from bass_lab.study.published_policies import SVIP, AdaEDL, HuggingFaceHeuristic
+from bass_lab.study.published_policies import HuggingFaceHeuristic
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-KINDS = {  # input of a policy: look of its bars
-    "nothing": "regular",
-    "accepted lengths": "recovered",
-    "the draft's distributions": "rejected",
-    "costs": "accepted",
-}
-LOOKS_AT = {
-    **dict.fromkeys(("Algorithm 1", "transformers"), "accepted lengths"),
-    **dict.fromkeys(("AdaEDL", "SVIP"), "the draft's distributions"),
-    **dict.fromkeys(("Learned", "Goodput", "MarginalValue", "RaggedBudget"), "costs"),
-}
+KINDS = {"nothing": "regular", "accepted lengths": "recovered", "costs": "accepted"}  # input of a policy: its look
+LOOKS_AT = {"Algorithm 1": "accepted lengths", "transformers": "accepted lengths", "Goodput": "costs"}
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
 MODELLED, CPU = "H100 (modelled)", "CPU (measured)"
-LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of the explorer's replays
+LENGTH, SEQUENCES, REPEATS = 128, 64, 4  # of the explorer's replays
 
 
 def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:
@@ -48,28 +38,19 @@ def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:
         **{f"fixed {k}": k for k in (3, 5, 8)},
         "Algorithm 1": BassHeuristic(),
         "transformers": HuggingFaceHeuristic(),
-        "AdaEDL": AdaEDL(),
-        "SVIP": SVIP(),
-        "Learned": Learned(cost),
         "Goodput": Goodput(cost),
-        "MarginalValue": MarginalValue(cost),
-        "RaggedBudget": RaggedBudget(cost),
     }
 
 
-def contest(
-    trace: AcceptanceTrace,
-    cost: CostModel,
-    batch: int,
-    *,
-    others: Mapping[str, int | DraftLengthPolicy] | None = None,
-    **options,
-) -> pd.DataFrame:
-    """Return `simulator.regret` of `policies` and others at one batch size, with `speed` relative to regular decoding.
-    options: of `simulator.regret`."""
-    found = simulator.regret(trace, policies(cost) | dict(others or {}), cost, [batch], **options)
-    regular = found.set_index("policy").seconds_per_token[REGULAR]
-    return found.assign(speed=regular / found.seconds_per_token)
+def contest(trace: AcceptanceTrace, cost: CostModel, batch: int, **options) -> pd.DataFrame:
+    """Return mean seconds and k of each of `policies` on the same replays, and `speed` relative to regular decoding.
+    options: of `simulator.simulate`."""
+    runs = {
+        name: simulator.simulate(trace, policy, cost, batch=batch, **options)[["seconds", "k"]].mean()
+        for name, policy in policies(cost).items()
+    }
+    found = pd.DataFrame(runs).T.rename_axis("policy").reset_index()
+    return found.assign(speed=found.seconds[0] / found.seconds)
 
 
 def policy_looks(policies: pd.Series) -> list[str]:
@@ -78,14 +59,14 @@ def policy_looks(policies: pd.Series) -> list[str]:
 
 
 def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Return bars of `speed` per line of a `contest`, coloured by the policy's input, labelled with regret."""
+    """Return bars of `speed` per line of a `contest`, coloured by the policy's input."""
     figure = empty_figure(title, "times as fast as regular decoding", "", height=140 + 30 * len(table))
     drawn = bars("", table.speed, table.policy, policy_looks(table.policy), orientation="h", cliponaxis=False)
-    texts = [f"{line.speed:.2f}×, regret {line.regret:.0%}" for line in table.itertuples()]
+    texts = [f"{speed:.2f}×" for speed in table.speed]
     hover = "%{y}: %{x:.2f}×, mean k %{customdata:.1f}<extra></extra>"
     figure.add_trace(drawn.update(text=texts, textposition="outside", customdata=table.k, hovertemplate=hover))
     figure.add_vline(x=1, line={"color": "black", "width": 1})
-    figure.update_xaxes(range=[0, 1.4 * max(1.0, table.speed.max())])
+    figure.update_xaxes(range=[0, 1.15 * max(1.0, table.speed.max())])
     return figure.update_yaxes(autorange="reversed")
 
 
@@ -117,7 +98,7 @@ class LengthExplorer:
         self.controls = _controls(values | {"launch": launch}, costs=(MODELLED, *self.costs))
         self.widget = live(self._drawn, **self.controls)
         *_, self.sentence, self.bars, self.steps, resizer = self.widget.children
-        above = Box(list(self.controls.values()), layout=WRAPPED)
+        above = widgets.Box(list(self.controls.values()), layout=WRAPPED)
         self.widget.children = [above, self.sentence, self.bars, self.steps, resizer]
 
     def _drawn(self, alpha: float, variation: str, spread: float, batch: int, costs: str, launch: float):
@@ -137,13 +118,8 @@ class LengthExplorer:
         path.update_layout(title_text="Path of Algorithm 1: draft length and accepted tokens")
         return sentence, speed_figure(self.table, title), path
 
-    def static(self) -> tuple:
-        """Return the current view without widgets: settings, sentence and both figures."""
-        shown = ", ".join(f"{name} {control.value}" for name, control in self.controls.items() if not control.disabled)
-        return live_figures.static(f"{shown}.<br>{self.sentence.value}", self.bars, self.steps)
-
-    def _repr_mimebundle_(self, **options):
-        return self.widget._repr_mimebundle_(**options)
+    def _ipython_display_(self) -> None:
+        display(self.widget)
 
 
 def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> str:
@@ -157,25 +133,27 @@ def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> 
     )
 
 
-def _controls(values: dict, costs: Sequence[str]) -> dict[str, Widget]:
+def _controls(values: dict, costs: Sequence[str]) -> dict[str, widgets.Widget]:
     """Return controls with these values. Raises the errors of `LengthExplorer`: sliders would clip silently."""
     checks.integer("batch", values["batch"], least=1)
-    common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
+    common = {"style": {"description_width": "85px"}}
 
-    def slider(kind: type[Widget], name: str, description: str, least: float, most: float, step: float) -> Widget:
+    def slider(
+        kind: type[widgets.Widget], name: str, description: str, least: float, most: float, step: float
+    ) -> widgets.Widget:
         if not least <= values[name] <= most:
             raise ValueError(f"{name} must be from {least} to {most}, got {values[name]!r}")
         return kind(value=values[name], min=least, max=most, step=step, description=description, **common)
 
-    def dropdown(name: str, description: str, *options: str) -> Widget:
+    def dropdown(name: str, description: str, *options: str) -> widgets.Widget:
         value = checks.one_of(name, values[name], options)
-        return Dropdown(options=options, value=value, description=description, **common)
+        return widgets.Dropdown(options=options, value=value, description=description, **common)
 
     return {
-        "alpha": slider(FloatSlider, "alpha", "alpha", 0.3, 0.95, 0.05),
+        "alpha": slider(widgets.FloatSlider, "alpha", "alpha", 0.3, 0.95, 0.05),
         "variation": dropdown("variation", "passages", ALIKE, DRIFTING),
-        "spread": slider(FloatSlider, "spread", "spread", 0.0, 0.3, 0.05),
-        "batch": slider(IntSlider, "batch", "batch size", 1, 128, 1),
+        "spread": slider(widgets.FloatSlider, "spread", "spread", 0.0, 0.3, 0.05),
+        "batch": slider(widgets.IntSlider, "batch", "batch size", 1, 128, 1),
         "costs": dropdown("costs", "costs", *costs),
-        "launch": slider(FloatSlider, "launch", "launch, ms", 0.0, 10.0, 0.5),
+        "launch": slider(widgets.FloatSlider, "launch", "launch, ms", 0.0, 10.0, 0.5),
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import fields, replace
 
 import numpy as np
 import pandas as pd
@@ -13,9 +11,9 @@ import plotly.graph_objects as go
 from bass_core.loading import measured_costs
 from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import CostModel
-from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, expected_tokens
+from bass_core.policies.protocol import FixedLength, expected_tokens
 from bass_lab.gpu.recorded import GpuRecord
-from bass_lab.lessons.l04_explorer import KINDS, MODELLED, REGULAR, contest, policy_looks
+from bass_lab.lessons.l04_explorer import KINDS, MODELLED, REGULAR, policies, policy_looks
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
 from bass_lab.policies.objective import Objective, first_finished, last_finished
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
@@ -26,8 +24,6 @@ from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
 HINDSIGHT = "best fixed k"
 SWEPT = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-CLOSE = 1.1  # recovered: at most this multiple of the best fixed length's time
-WINDOW = 4  # steps in a moving mean
 
 
 def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
@@ -95,43 +91,16 @@ def best_lengths(table: pd.DataFrame) -> pd.DataFrame:
     return table.loc[table.groupby(["costs", "set", "batch"], sort=False).speed.idxmax()].reset_index(drop=True)
 
 
-def some_row_accepts_all(alpha: float, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
-    """Return the probability of full acceptance in some row of a batch, 1 - (1 - alpha^k)^b: one line per k."""
-    chances = {f"batch {batch}": [1 - (1 - alpha**k) ** batch for k in lengths] for batch in batches}
-    return pd.DataFrame(chances, index=pd.Index(lengths, name="k"))
-
-
 def contests(traces: Mapping[str, AcceptanceTrace], cost: CostModel, best: pd.DataFrame, **options) -> pd.DataFrame:
-    """Return `contest` for every set and batch of `best` (`best_lengths` under these costs). The k of `best` joins as
-    `HINDSIGHT`, the best fixed length on the same replays."""
+    """Return `simulator.regret` of `policies` for every set and batch of `best` (`best_lengths` under these costs), and
+    `speed` relative to regular decoding. The k of `best` joins as `HINDSIGHT`, the best fixed length on these replays.
+    """
     lines = []
     for line in best.itertuples():
-        found = contest(traces[line.set], cost, line.batch, others={HINDSIGHT: int(line.k)}, **options)
-        lines.append(found.assign(set=line.set))
+        compared = policies(cost) | {HINDSIGHT: int(line.k)}
+        found = simulator.regret(traces[line.set], compared, cost, [line.batch], **options)
+        lines.append(found.assign(set=line.set, speed=found.seconds[0] / found.seconds))
     return pd.concat(lines, ignore_index=True)
-
-
-def paired(
-    traces: Mapping[str, AcceptanceTrace],
-    cost: CostModel,
-    policies: tuple[int | DraftLengthPolicy, int | DraftLengthPolicy],
-    batches: Sequence[int],
-    **options,
-) -> pd.DataFrame:
-    """Return the time of the first policy divided by that of the second on the same replays, per set and batch:
-    geometric mean and 95% interval (normal). alone: half width with independent coins."""
-    lines = []
-    for prompts, trace in traces.items():
-        for batch in batches:
-            first, second = (
-                np.log(simulator.simulate(trace, policy, cost, batch=batch, **options).seconds) for policy in policies
-            )
-            mean, error = (first - second).mean(), 1.96 * (first - second).sem()
-            alone = 1.96 * np.hypot(first.sem(), second.sem())
-            low, high = np.exp(mean - error), np.exp(mean + error)
-            line = {"set": prompts, "batch": batch, "times": np.exp(mean), "low": low, "high": high}
-            lines.append(line | {"half width": (high - low) / 2, "alone": np.exp(mean) * np.sinh(alone)})
-    return pd.DataFrame(lines)
 
 
 def ends(
@@ -157,64 +126,6 @@ def not_dominated(*costs: Sequence[float]) -> np.ndarray:
     at_most = (points[:, None] <= points[None]).all(-1)
     smaller = (points[:, None] < points[None]).any(-1)
     return ~(at_most & smaller).any(0)
-
-
-def halves(trace: AcceptanceTrace) -> tuple[AcceptanceTrace, AcceptanceTrace]:
-    """Return the even sequences (to choose a policy) and the odd sequences (to evaluate the choice)."""
-
-    def part(first: int) -> AcceptanceTrace:
-        arrays = {each.name: getattr(trace, each.name)[first::2] for each in fields(trace) if each.name != "meta"}
-        return replace(trace, **arrays)
-
-    return part(0), part(1)
-
-
-def switches(
-    policies: Mapping[str, DraftLengthPolicy],
-    stages: Sequence[tuple[str, AcceptanceTrace]],
-    cost: CostModel,
-    *,
-    batch: int,
-    seed: int = 0,
-    repeats: int = 8,
-) -> pd.DataFrame:
-    """Return one line per policy, stage and step while all rows are live in all repeats. A policy decodes one batch per
-    stage and keeps its state between stages.
-
-    stages: labels and traces. A policy with a non-empty `task` receives the label as `task`. Columns: policy, stage
-    (number), set (label), step; k and ms (a row's time per token): means over the repeats.
-    """
-    lines = []
-    for name, policy in policies.items():
-        for repeat in range(repeats):
-            used = deepcopy(policy, {id(cost): cost})
-            told = bool(getattr(used, "task", ""))
-            for stage, (label, trace) in enumerate(stages):
-                if told:
-                    used.task = label
-                steps = decode(Replay.draw(trace, batch, None, seed + stage, repeat), used)
-                milliseconds = 1e3 * step_seconds(steps, cost).sum(0)
-                for number, (step, time) in enumerate(zip(steps, milliseconds, strict=True), 1):
-                    if len(step.rows) == batch:
-                        line = {"policy": name, "stage": stage, "set": label, "repeat": repeat, "step": number}
-                        lines.append(line | {"k": step.planned.mean(), "time": time, "tokens": step.emitted.sum()})
-    runs = pd.DataFrame(lines)
-    by_step = runs.groupby(["policy", "stage", "set", "step"], sort=False)
-    found = by_step.agg(k=("k", "mean"), time=("time", "sum"), tokens=("tokens", "sum"), replays=("repeat", "size"))
-    found = found.assign(ms=batch * found.time / found.tokens).query("replays == @repeats")
-    return found.drop(columns=["time", "tokens", "replays"]).reset_index()
-
-
-def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
-    """Return the steps until a row's time per token (mean over `WINDOW` steps) is within a tenth of `least` (ms, by
-    set), or "never"."""
-    columns: dict[str, dict[str, int | str]] = {}
-    for (policy, stage, label), part in found.groupby(["policy", "stage", "set"], sort=False):
-        close = part.ms.rolling(WINDOW).mean() <= CLOSE * least[label]
-        columns.setdefault(f"{stage + 1}: {label}", {})[policy] = (
-            int(part.step[close].min()) if close.any() else "never"
-        )
-    return pd.DataFrame(columns)
 
 
 def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
@@ -279,22 +190,3 @@ def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
         )
         figure.add_trace(points)
     return figure
-
-
-def switch_figure(found: pd.DataFrame, least: Mapping[str, float], title: str) -> go.Figure:
-    """Return draft length (above) and a row's time per token (below) over the steps, a column per stage. The grey line
-    is the best fixed length of each set: `least` in ms."""
-    stages = found.drop_duplicates("stage")[["stage", "set"]].to_numpy().tolist()
-    titles = [f"{stage + 1}: {label}" for stage, label in stages]
-    shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.06, "horizontal_spacing": 0.03}
-    figure = panels(2, len(stages), titles, title, 520, **shared)
-    for (policy, runs), look in zip(found.groupby("policy", sort=False), CURVES, strict=False):
-        for stage, part in runs.groupby("stage"):
-            for row, values in ((1, part.k), (2, part.ms.rolling(WINDOW, min_periods=1).mean())):
-                line = curve(policy, part.step, values, look, legendgroup=policy, marker_size=5)
-                line.update(hovertemplate=f"{policy}, step %{{x}}: %{{y:.2f}}<extra></extra>")
-                figure.add_trace(line.update(showlegend=row == 1 and stage == 0), row, stage + 1)
-    for stage, label in stages:
-        figure.add_hline(least[label], line={"color": "#444444", "width": 1.5, "dash": "dash"}, row=2, col=stage + 1)
-    figure.update_xaxes(title="step of the decode", row=2).update_yaxes(rangemode="tozero")
-    return figure.update_yaxes(title="planned k", row=1, col=1).update_yaxes(title="ms per token", row=2, col=1)

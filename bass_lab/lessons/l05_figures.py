@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -15,7 +14,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons.l05_demonstrations import REGULAR
 from bass_lab.show import plots, token_views
-from bass_lab.show.live_figures import live
+from bass_lab.show.live_figures import live, widgets
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 
 LONGEST = 16  # longest draft length; the best length counts
@@ -88,7 +87,7 @@ def _needed(speed: float, costs: np.ndarray, chances: np.ndarray) -> np.ndarray:
 
 def drafter_view(
     pairs: Mapping[str, ModelPair], prompts: Mapping[str, Sequence[str]], draft: str, prompt_set: str, **options
-) -> ipywidgets.VBox:
+) -> widgets.VBox:
     """Return menus for drafter and prompts above a sentence, the first row's text by origin, and the raster. options:
     as in `generate`. Raises ValueError if draft or prompt_set is not in the menus."""
     start = {"draft": checks.one_of("draft", draft, tuple(pairs))}
@@ -103,7 +102,7 @@ def drafter_view(
         return sentence, f"{plots.legend()}<br>{text}", plots.acceptance_raster(trace, title)
 
     menus = {
-        "draft": ipywidgets.Dropdown(options=list(pairs), value=start["draft"], description="drafter"),
-        "prompts_of": ipywidgets.Dropdown(options=list(prompts), value=start["prompts"], description="prompts"),
+        "draft": widgets.Dropdown(options=list(pairs), value=start["draft"], description="drafter"),
+        "prompts_of": widgets.Dropdown(options=list(prompts), value=start["prompts"], description="prompts"),
     }
     return live(draw, **menus)

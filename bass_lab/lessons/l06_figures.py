@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-import ipywidgets
 import pandas as pd
 import plotly.graph_objects as go
 from pandas.io.formats.style import Styler
 
 from bass_core.loop.trace import Trace
 from bass_lab.measure.profiling import PHASES, Profile
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, slider, widgets
 from bass_lab.show.looks import LOOKS, bars, empty_figure, panels
 
 MOST = 2500  # largest number of kernels in a figure; the shortest are left out
@@ -211,7 +210,7 @@ def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 
 
 def timeline_browser(
     profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4
-) -> ipywidgets.VBox:
+) -> widgets.VBox:
     """Return sliders for the first step and the number of steps, above timeline and counts. With a trace, accepted
     tokens per row are added. most: largest number of steps."""
 

@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import ipywidgets
 import pandas as pd
 import plotly.graph_objects as go
 
 from bass_lab.measure.roofline import Device, StepWork
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, slider, widgets
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, panels
 
 if TYPE_CHECKING:  # the kernels need Triton, available only for Linux
@@ -104,7 +103,7 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
 
 def spread_slider(
     account: Callable[[list[int]], dict[str, Account]], batch: int, mean: int, bytes_per_key: int, value: float = 0.5
-) -> ipywidgets.VBox:
+) -> widgets.VBox:
     """Return a slider for the spread of the lengths, at equal mean, above a sentence and `cost_chart`. account:
     function from KV lengths to accounts by kernel."""
     from bass_kernels.accounting import spread_lengths

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from bass_lab.evaluation import Evaluation
-from bass_lab.show.live_figures import live
+from bass_lab.show.live_figures import live, widgets
 from bass_lab.show.looks import LOOKS, bars, curve, interval, panels
 
 BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed in advance
@@ -96,7 +95,7 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
     return figure.update_xaxes(title="seconds since the call; the dashed line is the budget", row=len(runs), col=1)
 
 
-def budget_explorer(runs: Mapping[str, Evaluation], rules: Mapping[str, Rule], steps: int = 25) -> ipywidgets.VBox:
+def budget_explorer(runs: Mapping[str, Evaluation], rules: Mapping[str, Rule], steps: int = 25) -> widgets.VBox:
     """Return controls for problem and budget above `finish_figure` and the results of the rules as HTML.
     `children[1].value` is one of the budget's options, in seconds."""
     samples = pd.concat([run.samples for run in runs.values()])
@@ -110,7 +109,7 @@ def budget_explorer(runs: Mapping[str, Evaluation], rules: Mapping[str, Rule], s
         return finish_figure(runs, problem, budget), marks.to_html(border=0)
 
     style = {"description_width": "initial"}
-    problem = ipywidgets.Dropdown(options=list(samples.problem.unique()), description="problem", style=style)
+    problem = widgets.Dropdown(options=list(samples.problem.unique()), description="problem", style=style)
     middle = grid[steps // 2][1]
-    budget = ipywidgets.SelectionSlider(options=grid, value=middle, description="budget", style=style)
+    budget = widgets.SelectionSlider(options=grid, value=middle, description="budget", style=style)
     return live(draw, problem=problem, budget=budget)

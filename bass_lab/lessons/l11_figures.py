@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import ipywidgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
@@ -13,7 +12,7 @@ from bass_core import checks
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.lessons.l11_demonstrations import answered_in_time, planned, with_deadline
 from bass_lab.load import LoadRun, Workload
-from bass_lab.show.live_figures import live, slider
+from bass_lab.show.live_figures import live, slider, widgets
 from bass_lab.show.looks import CURVES, bars, curve, empty_figure, panels
 
 POLICY_LOOKS = {"none": "regular", "default": "accepted"}  # other policies use the remaining CURVES
@@ -113,7 +112,7 @@ def load_panel(
     deadline: float,
     policy: str,
     most: float,
-) -> ipywidgets.VBox:
+) -> widgets.VBox:
     """Return controls for arrival rate (up to `most`), deadline and policy above a sentence and a timeline.
 
     serve(workload, policy): simulated run. Raises ValueError for initial values outside the controls.
@@ -134,7 +133,7 @@ def load_panel(
     controls = {
         "rate": slider(rate, step, most, "requests per second", step),
         "deadline": slider(deadline, 0.05, 10.0, "clients leave after, s", 0.05),
-        "policy": ipywidgets.Dropdown(options=list(policies), value=policy, description="draft length"),
+        "policy": widgets.Dropdown(options=list(policies), value=policy, description="draft length"),
     }
     return live(draw, **controls)
 

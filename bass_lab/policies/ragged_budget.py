@@ -8,10 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from bass_core.policies.costs import step_seconds
+from bass_core.policies.costs import Cost, rounded_kv_length, step_seconds
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import HiddenDraft, RowsView
-from bass_lab.policies.marginal_value import PRIOR, draft_seconds, require_draft_passes
+
+PRIOR = 0.8  # acceptance probability before the first observation
+
+
+def draft_seconds(cost: Cost, limit: int, rows: RowsView) -> np.ndarray:
+    """Return the seconds of the draft phase at draft lengths 0, 1, … `limit`, float [limit + 1]."""
+    seconds = cost.draft(len(rows.ids), np.arange(limit + 1), rounded_kv_length(cost, rows))
+    return np.broadcast_to(np.asarray(seconds, dtype=float), limit + 1)
 
 
 @dataclass
@@ -34,7 +41,8 @@ class RaggedBudget(Goodput):
 
     def __post_init__(self):
         super().__post_init__()
-        require_draft_passes(self)
+        if getattr(self.cost, "draft_phases", True) is None:
+            raise ValueError("RaggedBudget needs a draft model, but this cost model belongs to a pair without one")
         if not self.reach >= 0:
             raise ValueError(f"reach must be >= 0 (a share of a step's time), got {self.reach}")
 
@@ -84,7 +92,9 @@ class RaggedBudget(Goodput):
         self.wanted = drafted.numpy()
         super().update(drafted, accepted)
         drafted, accepted = drafted.numpy(), accepted.numpy()
-        if not drafted.any():  # no draft token was submitted: see `MarginalValue.update`
+        if not drafted.any():
+            # The draft passes led to no draft token. Count the predicted outcomes as observed; without this, `Goodput`
+            # would pay for such passes forever.
             asked = self.hidden.lengths > 0
             first = [self.hidden.maximum(row) if some else 0.0 for row, some in enumerate(asked)]
             chances = np.array(first) ** self._power() * asked

@@ -1,76 +1,147 @@
-"""Interactive figures in a notebook: controls redraw them in place, at the width of the page."""
+"""Interactive figures in a notebook: controls redraw them in place, at the width of the page.
+
+Without ipywidgets or anywidget, and if `STATIC` is set, `widgets` has stand-ins, and a view shows its first state as
+texts and figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
-import anywidget
-import ipywidgets
 import plotly.graph_objects as go
-from IPython.display import HTML
+from IPython.display import HTML, display
+
+from bass_lab.show.pages import STATIC
+
+KINDS = ("Box", "Button", "Dropdown", "FloatSlider", "HTML", "IntSlider", "IntText", "Play", "SelectionSlider", "VBox")
 
 
-def live_figure() -> go.FigureWidget:
+class _Still:
+    """Stand-in for a widget: holds values that no user changes."""
+
+    def __init__(self, value: object = "", *_, **traits):
+        self.children = value if isinstance(value, list) else ()
+        vars(self).update({"value": value, "description": "", "disabled": False} | traits)
+
+    def observe(self, *_, **__) -> None:
+        """Do nothing."""
+
+    on_click = add_class = remove_class = has_trait = observe
+
+    def shown(self) -> Iterator[str | go.Figure]:
+        """Yield the texts and figures inside, and the values of enabled controls."""
+        for child in self.children:
+            yield from child.shown() if isinstance(child, _Still) else [child]
+        if self.description and self.value != "":
+            yield "" if self.disabled else html.escape(f"{self.description}: {self.value}")
+        elif isinstance(self.value, str):
+            yield self.value
+
+    def _ipython_display_(self) -> None:
+        note = "<i>The first state of a view with live controls (in JupyterLab, with ipywidgets):</i>"
+        display(*(HTML(part) if isinstance(part, str) else part for part in [note, *self.shown()] if part))
+
+
+try:
+    if os.environ.get(STATIC):
+        raise ImportError
+    import anywidget
+    import ipywidgets as widgets
+except ImportError:
+    anywidget = None
+    widgets = SimpleNamespace(link=lambda *_: None, **dict.fromkeys(KINDS, _Still))
+
+
+def live_figure() -> go.FigureWidget | go.Figure:
     """Return an empty figure for `redraw`. Place the figure inside `stacked`."""
+    if anywidget is None:
+        return go.Figure()
     figure = go.FigureWidget()
     figure._config = figure._config | {"responsive": True, "displayModeBar": False}
     return figure
 
 
-def redraw(widget: go.FigureWidget, figure: go.Figure) -> None:
-    """Show another figure with the same number of traces in a FigureWidget."""
-    with widget.batch_update():
-        if not widget.data:
-            widget.add_traces(figure.data)
-        for old, new in zip(widget.data, figure.data, strict=True):
+def redraw(shown: go.FigureWidget | go.Figure, figure: go.Figure) -> None:
+    """Show another figure with the same number of traces in a `live_figure`."""
+    with shown.batch_update():
+        if not shown.data:
+            shown.add_traces(figure.data)
+        for old, new in zip(shown.data, figure.data, strict=True):
             old.update(new.to_plotly_json(), overwrite=True)
-        widget.layout = figure.layout
-    widget._repr_mimebundle_()  # updates the saved state for page reloads
+        shown.layout = figure.layout
+    if anywidget is not None:
+        shown._repr_mimebundle_()  # updates the saved state for page reloads
 
 
-def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: ipywidgets.Widget) -> ipywidgets.VBox:
+@contextmanager
+def busy(view: widgets.VBox) -> Iterator[None]:
+    """Show a busy sign on a view of `stacked` during the block."""
+    view.add_class("bass-busy")
+    try:
+        yield
+    finally:
+        view.remove_class("bass-busy")
+
+
+def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: widgets.Widget) -> widgets.VBox:
     """Return controls, with the HTML texts and figures below that `draw` returns for the controls' values (by name)."""
-    views: list[ipywidgets.Widget] = []
 
-    def update(_=None) -> None:
-        shown = draw(**{name: control.value for name, control in controls.items()})
-        if not views:
-            views.extend(ipywidgets.HTML() if isinstance(each, str) else live_figure() for each in shown)
-        for view, each in zip(views, shown, strict=True):
-            if isinstance(each, str):
-                view.value = each
+    def drawn() -> Sequence[str | go.Figure]:
+        return draw(**{name: control.value for name, control in controls.items()})
+
+    def show(parts: Sequence[str | go.Figure]) -> None:
+        for view, part in zip(views, parts, strict=True):
+            if isinstance(part, str):
+                view.value = part
             else:
-                redraw(view, each)
+                redraw(view, part)
 
+    def update(_) -> None:
+        with busy(all_views):
+            show(drawn())
+
+    first = drawn()
+    views = [widgets.HTML() if isinstance(part, str) else live_figure() for part in first]
+    show(first)
+    all_views = stacked(*controls.values(), *views)
     for control in controls.values():
         if control.has_trait("continuous_update"):
             control.continuous_update = False  # redraw once, when the mouse is released
         control.observe(update, names="value")
-    update()
-    return stacked(*controls.values(), *views)
+    return all_views
 
 
-def slider(value: float, least: float, most: float, name: str, step: float | None = None) -> ipywidgets.Widget:
+def slider(value: float, least: float, most: float, name: str, step: float | None = None) -> widgets.Widget:
     """Return a slider for integers, or for floats if a step is given."""
-    kind, stepped = (ipywidgets.IntSlider, {}) if step is None else (ipywidgets.FloatSlider, {"step": step})
+    kind, stepped = (widgets.IntSlider, {}) if step is None else (widgets.FloatSlider, {"step": step})
     return kind(value=value, min=least, max=most, description=name, style={"description_width": "initial"}, **stepped)
 
 
-def static(*views: str | ipywidgets.Widget) -> tuple[HTML | go.Figure, ...]:
-    """Return the current contents of figures and texts as plain figures and HTML."""
-    return tuple(
-        go.Figure(view) if isinstance(view, go.FigureWidget) else HTML(getattr(view, "value", view)) for view in views
-    )
-
-
-def stacked(*children: ipywidgets.Widget) -> ipywidgets.VBox:
+def stacked(*children: widgets.Widget) -> widgets.VBox:
     """Return the children in a column. Figures inside take the column's width; an invisible last child resizes them."""
-    return ipywidgets.VBox([*children, _Resizer(layout={"width": "100%"})])
+    view = widgets.VBox([*children, _Resizer(layout={"width": "100%"})])
+    view.add_class("bass-live")
+    return view
 
 
-class _Resizer(anywidget.AnyWidget):
-    """Empty line that sets the figures above to its own width. anywidget figures do not resize by themselves."""
+class _Resizer(_Still if anywidget is None else anywidget.AnyWidget):
+    """Empty line that sets the figures above to its own width, and carries the style of sliders and the busy sign.
+    anywidget figures do not resize by themselves."""
 
+    _css = """
+    .bass-live .widget-hslider { width: auto; }
+    .bass-live .slider-container { flex: 0 0 250px; }
+    .bass-busy { cursor: progress; }
+    .bass-busy .js-plotly-plot, .bass-busy .widget-html { opacity: 0.5; }
+    .bass-busy::before {
+        content: "⏳ computing …"; position: sticky; top: 4px; z-index: 1001; align-self: flex-end; height: 30px;
+        margin-bottom: -30px; padding: 0 12px; background: #0072B2; color: white; font: bold 16px/30px sans-serif;
+    }
+    """
     _esm = """
     export default { render({ el }) {
         const fit = () => {

@@ -25,16 +25,16 @@ BROWSER_FLAGS = (
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=20000",
 )  # fmt: skip
 
+STATIC = "BASS_STATIC_FIGURES"  # environment variable: `live_figures` shows first states instead of widgets
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to use it. A static copy follows.</i></p>"
 PATIENCE = 600  # seconds per cell
 FIGURE = "application/vnd.plotly.v1+json"
 SCRIPT = "plotly.min.js"  # 5 MB, stored once per folder of pages
 
 
 def execute(source: Path) -> NotebookNode:
-    """Return the notebook after execution in its own folder, without widgets. Raises nbclient's CellExecutionError and
-    CellTimeoutError."""
+    """Return the notebook after execution in its own folder, with figures instead of widgets. Raises nbclient's
+    CellExecutionError and CellTimeoutError."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -43,8 +43,10 @@ def execute(source: Path) -> NotebookNode:
     options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
     client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": source.parent}}, **options)
     with asyncio.Runner(loop_factory=_Loop) as runner:
-        runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "plotly_mimetype"}))
-    _without_widgets(notebook)
+        runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "plotly_mimetype", STATIC: "1"}))
+    for cell in notebook.cells:
+        if cell.get("outputs"):  # without finished progress bars
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
     return notebook
 
 
@@ -96,17 +98,6 @@ async def _execute(client: NotebookClient, environment: Mapping[str, str]) -> No
         await asyncio.wait([work])
         work.exception()  # retrieved, so that asyncio does not log it
         raise
-
-
-def _without_widgets(notebook: NotebookNode) -> None:
-    """Replace widgets by `WIDGET_NOTE`, and remove finished progress bars."""
-    for cell in notebook.cells:
-        outputs = cell.get("outputs", [])
-        for output in outputs:
-            if WIDGET in output.get("data", {}):
-                output.data = {"text/plain": output.data["text/plain"], "text/html": WIDGET_NOTE}
-        if outputs:
-            cell.outputs = [each for each in outputs if "%|" not in each.get("data", {}).get("text/plain", "")]
 
 
 def _title(notebook: NotebookNode) -> str:

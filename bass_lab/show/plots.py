@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from transformers import PreTrainedTokenizerBase
@@ -28,21 +29,27 @@ MEANINGS = {
 }
 
 
-def raster_matrix(trace: Trace) -> pd.DataFrame:
-    """Return the accepted tokens in the text: [row, decode step of the row], NaN after the row's end."""
+def raster_matrix(trace: Trace, column: str = "accepted") -> pd.DataFrame:
+    """Return the accepted tokens in the text, or "drafted" tokens: [row, decode step], NaN after the row's end."""
     decode = trace.steps.query("kind == 'decode'")
     decode = decode.assign(accepted=decode[["accepted", "emitted"]].min(axis=1))
     numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
-    return numbered.pivot(index="row", columns="nth", values="accepted")
+    return numbered.pivot(index="row", columns="nth", values=column)
 
 
 def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row and step") -> go.Figure:
-    """Return the batch as a raster: one line per row, and one cell with the accepted tokens per decode step."""
-    matrix, drafted = raster_matrix(trace), int(trace.steps.drafted.max())
+    """Return the batch as a raster: one line per row, and one cell with the accepted tokens per decode step. A step
+    without draft tokens has a grey cell with a dot."""
+    matrix, drafted = raster_matrix(trace), raster_matrix(trace, "drafted")
     figure = empty_figure(titled(title, trace), "decode step of the row", "row", height=140 + 34 * len(matrix))
+    most = int(drafted.max(axis=None))
     hover = "row %{y}, step %{x}: %{z:.0f} accepted<extra></extra>"
-    scale = {"zmin": 0, "zmax": max(drafted, 1), "colorbar_title": f"accepted<br>of {drafted}"}
-    figure.add_trace(cells(matrix, hovertemplate=hover, colorbar_tickformat="d", **scale))
+    scale = {"title": f"accepted<br>of {most}", "dtick": -(-most // 5) or 1, "tickformat": "d"}
+    shown = {"zmin": 0, "zmax": max(most, 1), "colorbar": scale, "showscale": most > 0}
+    figure.add_trace(cells(matrix.where(drafted > 0), hovertemplate=hover, **shown))
+    regular = cells(matrix.where(drafted == 0), hovertemplate="row %{y}, step %{x}: nothing drafted<extra></extra>")
+    grey = [[0, LOOKS["nothing"].colour], [1, LOOKS["nothing"].colour]]
+    figure.add_trace(regular.update(text=np.where(drafted == 0, "·", ""), colorscale=grey, showscale=False))
     return figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False).update_xaxes(showgrid=False)
 
 

@@ -221,13 +221,18 @@ def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
     for panel, trace in enumerate(traces.values(), start=1):
         decode = trace.steps.query("kind == 'decode'")
         lengths = decode.groupby("step").k.max()
-        rows = decode.groupby(["step", "accepted"]).size().rename("rows").reset_index()
+        rows = decode.groupby(["step", "accepted", decode.drafted > 0]).size().rename("rows").reset_index()
         line = curve("draft length k", lengths.index, lengths, "recovered", "lines", showlegend=panel == 1)
         line.update(line={"shape": "hvh", "dash": "solid"}, hovertemplate="step %{x}: k = %{y}<extra></extra>")
-        discs = curve("rows, by accepted tokens", rows.step, rows.accepted, "accepted", "markers")
-        hover = "step %{x}: %{customdata} rows accepted %{y}<extra></extra>"
-        discs.update(showlegend=panel == 1, customdata=rows.rows, hovertemplate=hover)
-        figure.add_traces([line, discs.update(marker={"size": 5 * np.sqrt(rows.rows), "opacity": 0.7})], panel, 1)
+        figure.add_trace(line, panel, 1)
+        for name, look, part in (
+            ("rows, by accepted tokens", "accepted", rows[rows.drafted]),
+            ("rows that drafted nothing", "regular", rows[~rows.drafted]),
+        ):
+            discs = curve(name, part.step, part.accepted, look, "markers", showlegend=panel == 1)
+            hover = f"step %{{x}}: {name}: %{{customdata}} with %{{y}}<extra></extra>"
+            discs.update(customdata=part.rows, hovertemplate=hover)
+            figure.add_trace(discs.update(marker={"size": 5 * np.sqrt(part.rows), "opacity": 0.7}), panel, 1)
         edge = trace.steps.k.max() + 0.8  # the range starts below 0, so that discs at 0 are whole
         figure.update_yaxes(title="tokens", range=[-0.8, edge], row=panel, col=1)
     return figure.update_xaxes(title="step of the batch", row=len(traces), col=1)

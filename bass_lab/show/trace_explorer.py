@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ipywidgets import HTML, Box, IntSlider, Play, VBox, Widget, link
+from IPython.display import display
 from transformers import PreTrainedTokenizerBase
 
 from bass_core.loop.trace import Trace
-from bass_lab.show import live_figures, plots, token_views
-from bass_lab.show.live_figures import live_figure, redraw, stacked
+from bass_lab.show import plots, token_views
+from bass_lab.show.live_figures import busy, live_figure, redraw, stacked, widgets
 
 WRAPPED = {"display": "flex", "flex_flow": "row wrap", "align_items": "center"}
 _HALF = {"flex": "1 1 420px", "min_width": "0"}
@@ -26,7 +26,7 @@ class TraceExplorer:
         self.tokenizer = tokenizer
         self.trace: Trace | None = None  # None until `show`
         self.prompts: list[str] = []
-        self.headline, self.reason, self.text = HTML(), HTML(), HTML()
+        self.headline, self.reason, self.text = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.raster, self.bars = live_figure(), live_figure()
         self.controls = _step_controls()
         self._moving = False
@@ -34,11 +34,13 @@ class TraceExplorer:
             self.controls[name].observe(self._moved, names="value")
         self.widget = self._arranged()
 
-    def _arranged(self) -> VBox:
-        choice = Box([self.controls[name] for name in ("row", "step", "play")], layout=WRAPPED)
-        magnifier = VBox([self.bars, self.reason], layout=_HALF)
-        below = Box([magnifier, VBox([self.text], layout=_HALF)], layout=WRAPPED | {"align_items": "flex-start"})
-        key = HTML(f'<div style="font-size:90%;line-height:1.6">{token_views.legend()}</div>')
+    def _arranged(self) -> widgets.VBox:
+        choice = widgets.Box([self.controls[name] for name in ("row", "step", "play")], layout=WRAPPED)
+        magnifier = widgets.VBox([self.bars, self.reason], layout=_HALF)
+        below = widgets.Box(
+            [magnifier, widgets.VBox([self.text], layout=_HALF)], layout=WRAPPED | {"align_items": "flex-start"}
+        )
+        key = widgets.HTML(f'<div style="font-size:90%;line-height:1.6">{token_views.legend()}</div>')
         return stacked(self.headline, self.raster, choice, below, key)
 
     def show(self, trace: Trace, prompts: Sequence[str] = ()) -> None:
@@ -49,7 +51,8 @@ class TraceExplorer:
         self.headline.value = token_views.headline(trace)
         self.trace, self.prompts = trace, list(prompts)
         self.choose(self.controls["row"].value, self.controls["step"].value)
-        self.raster.data[0].on_click(self._clicked)
+        for drawn in self.raster.data:  # cells with draft tokens, and cells without
+            drawn.on_click(self._clicked)
 
     def choose(self, row: int, nth: int) -> None:
         """Show a row's step, or the nearest existing step."""
@@ -67,11 +70,13 @@ class TraceExplorer:
 
     def _moved(self, _) -> None:
         if self.trace is not None and not self._moving:
-            self.choose(self.controls["row"].value, self.controls["step"].value)
+            with busy(self.widget):
+                self.choose(self.controls["row"].value, self.controls["step"].value)
 
     def _clicked(self, _, points, __) -> None:
         if points.ys:
-            self.choose(int(points.ys[0]), int(points.xs[0]))
+            with busy(self.widget):
+                self.choose(int(points.ys[0]), int(points.xs[0]))
 
     def _draw_step(self) -> None:
         row, nth = self.controls["row"].value, self.controls["step"].value
@@ -88,19 +93,16 @@ class TraceExplorer:
         text = token_views.row_html(self.trace, row, self.tokenizer, prompt, nth)
         return reason, f'<b>Row {row}, tokens of step {nth} marked</b><div style="line-height:1.5">{text}</div>'
 
-    def static(self) -> tuple:
-        """Return the current view without widgets: headline, raster, the step's tokens, and texts."""
-        if self.trace is None:
-            raise ValueError("nothing was decoded yet; press Run or call run()")
-        return live_figures.static(self.headline, self.raster, self.bars, "<br>".join(self._words()))
-
-    def _repr_mimebundle_(self, **options):
-        return self.widget._repr_mimebundle_(**options)
+    def _ipython_display_(self) -> None:
+        display(self.widget)
 
 
-def _step_controls() -> dict[str, Widget]:
-    common = {"style": {"description_width": "40px"}, "layout": {"width": "300px"}, "continuous_update": False}
-    row, step = IntSlider(0, 0, 0, description="row", **common), IntSlider(1, 1, 1, description="step", **common)
-    play = Play(value=1, min=1, max=1, interval=1000, show_repeat=False)
-    link((play, "value"), (step, "value"))
+def _step_controls() -> dict[str, widgets.Widget]:
+    common = {"style": {"description_width": "40px"}, "continuous_update": False}
+    row, step = (
+        widgets.IntSlider(0, 0, 0, description="row", **common),
+        widgets.IntSlider(1, 1, 1, description="step", **common),
+    )
+    play = widgets.Play(value=1, min=1, max=1, interval=1000, show_repeat=False)
+    widgets.link((play, "value"), (step, "value"))
     return {"row": row, "step": step, "play": play}

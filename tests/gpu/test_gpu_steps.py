@@ -121,7 +121,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), lab.AdaEDL(limit=4, threshold=0.65)], ids=str)
+@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), lab.SVIP(limit=4)], ids=str)
 def test_captured_steps_equal_eager_steps(sampling, policy):
     pair = pair_on_gpu()
     expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))

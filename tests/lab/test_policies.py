@@ -6,13 +6,10 @@ from trial_policies import CHEAP, Line
 import bass_core as bass
 import bass_lab as lab
 from bass_core.policies.protocol import HiddenDraft, RowsView, Signals
-from bass_lab.measure.modelled_costs import modelled_h100
-from bass_lab.policies import Learned, MarginalValue, Objective, RaggedBudget
-from bass_lab.policies.marginal_value import Calibration
+from bass_lab.policies import Objective, RaggedBudget
 from bass_lab.policies.objective import first_finished, last_finished
-from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
-from bass_lab.study.simulator import simulate
 
 
 def rows(remaining=(99, 99)):
@@ -28,29 +25,8 @@ def signals(slot, maximum, entropy=0.5):
     return Signals(slot, torch.full_like(maximum, entropy), maximum, torch.ones(len(maximum), dtype=torch.bool))
 
 
-def test_calibration_learns_how_often_a_probability_comes_true():
-    calibration = Calibration()
-    assert calibration.error() == 1
-    assert calibration(np.array([0.05, 0.55, 1.0])) == pytest.approx([0.05, 0.55, 0.95])  # the middles of bins
-    for _ in range(500):
-        said = np.full(4, 0.95)
-        calibration.update(said, calibration(said), np.array([True, False, True, False]))
-    assert calibration(np.array([0.93]))[0] == pytest.approx(0.5, abs=0.01)
-    assert calibration.error() < 0.05
-    calibration = Calibration()
-    calibration.update(np.full(10, 0.95), np.full(10, 0.95), np.zeros(10, bool))
-    assert calibration.error() == pytest.approx(0.95)
-
-
 def test_drafts_after_a_refused_one_teach_nothing():
     drafted, accepted = torch.tensor([3, 3]), torch.tensor([1, 3])
-    policy = MarginalValue(CHEAP)
-    policy.start(ROWS)
-    policy.plan(ROWS)
-    for slot in range(3):
-        policy.keep_drafting(signals(slot, [0.9, 0.9]))
-    policy.update(drafted, accepted)
-    assert policy.calibration.reached.sum() == 5
     policy = RaggedBudget(CHEAP)
     policy.start(ROWS)
     policy.plan(ROWS)
@@ -61,66 +37,18 @@ def test_drafts_after_a_refused_one_teach_nothing():
     assert policy.count == 5
 
 
-def test_marginal_value_draws_while_a_slot_is_worth_its_time():
-    policy = MarginalValue(CHEAP, trusted=1.0)
-    policy.start(ROWS)
-    assert policy.plan(ROWS) == 16
-    rate = policy.goodputs(ROWS)[policy.k]
-    assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
-    assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
-    # the goodput is 3.9 tokens per regular step: a slot has to gain 0.58 tokens, a verification 0.19
-    assert policy.price[0] == pytest.approx(0.58, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
-    policy.calibration = lambda maximum: maximum
-    assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
-    assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drafted; slot 3: 2 · 0.14
-    assert policy.keep_drafting(signals(2, [0.1, 0.1])).tolist() == [2, 2]  # 2 · 0.04 would not even be verified
-
-
-def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
-    mine, theirs = MarginalValue(CHEAP), bass.Goodput(CHEAP)
-    for policy in (mine, theirs):
-        policy.start(ROWS)
-    assert mine.plan(ROWS) == theirs.plan(ROWS)
-    assert mine.keep_drafting(signals(0, [0.01, 0.01])).tolist() == [True, True]
-
-
-@pytest.mark.parametrize("policy", [MarginalValue, RaggedBudget])
-def test_signals_need_a_draft_model(policy):
+def test_ragged_budget_needs_a_draft_model():
     line = Line()
     line.draft_phases = None
-    with pytest.raises(ValueError, match=f"{policy.__name__} needs a draft model"):
-        policy(line)
+    with pytest.raises(ValueError, match="RaggedBudget needs a draft model"):
+        RaggedBudget(line)
 
 
-def test_marginal_value_in_the_simulator():
-    line, useless = Line(0.1, 0.05), AcceptanceTrace.synthetic(alpha=0.01, length=256, sequences=16)
-    policies = (0, MarginalValue(line))
-    regular, found = (simulate(useless, each, line, batch=4).seconds.mean() for each in policies)
-    assert found <= regular / 0.98
-    trace = AcceptanceTrace.synthetic(alpha=0.75, length=256, sequences=64, regimes=(0.2, 8), rollout=16)
-    line = Line(0.05, 0.02)
-    policies = (MarginalValue(line), bass.BassHeuristic())
-    mine, theirs = (simulate(trace, each, line, batch=8, repeats=8).seconds for each in policies)
-    assert (mine < theirs).all()
-
-
-def test_adaedl_and_svip_stop_rows_at_their_bounds():
+def test_svip_stops_rows_at_its_bound():
     entropy = torch.tensor([0.0, 0.2, 0.6, 0.61, 0.8, 0.81, 3.0], dtype=torch.float64)
     asked = Signals(0, entropy, entropy, torch.ones(7, dtype=torch.bool))
-    # 1 - sqrt(0.2 H) >= 0.6 up to H = 0.8; sqrt(0.15 H) <= 0.3 up to H = 0.6
-    assert lab.AdaEDL(threshold=0.6).keep_drafting(asked).tolist() == [True] * 5 + [False] * 2
+    # sqrt(0.15 H) <= 0.3 up to H = 0.6
     assert lab.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
-
-
-def test_adaedl_moves_its_bar_towards_the_wanted_rate():
-    for accepted, moves_up in ((0, True), (5, False)):
-        policy = lab.AdaEDL()
-        for _ in range(20):
-            policy.update(torch.tensor([5]), torch.tensor([accepted]))
-        assert (policy.bar > policy.threshold) == moves_up
-    before = policy.bar
-    policy.update(torch.tensor([0]), torch.tensor([0]))
-    assert policy.bar == before
 
 
 def test_stop_before_the_last_draft_spares_a_pass():
@@ -217,67 +145,3 @@ def test_elapsed_time_is_the_cost_models():
     policy.start(ROWS)
     k = [policy.plan(ROWS) for _ in range(3)]
     assert policy.elapsed == pytest.approx(CHEAP.step(2, np.array(k), 0).sum())
-
-
-# --- Learned ---------------------------------------------------------------------------------------
-
-
-def synthetic(alpha, seed=0):
-    return AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=8, seed=seed)
-
-
-def test_best_length_of_each_task():
-    favourites = {"sure": [], "doubtful": []}
-    for seed in range(5):
-        policy = Learned(CHEAP)
-        for task, trace in (("sure", synthetic(0.95)), ("doubtful", synthetic(0.2))):
-            policy.task = task
-            decode(Replay.draw(trace, 4, None, seed, 0), policy)
-        for task, found in favourites.items():
-            policy.task = task
-            found.append(policy.experts[policy.weights().argmax()])
-    assert np.median(favourites["sure"]) >= 8 and max(favourites["doubtful"]) <= 2
-    assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
-
-
-@pytest.mark.parametrize(("before", "after", "batch"), [("mini", "library", 8), ("library", "mini", 32)])
-def test_change_of_texts_is_learned_within_200_steps(before, after, batch):
-    cost, traces = modelled_h100(), {name: shipped(name).past_eos() for name in (before, after)}
-
-    def seconds(policy, task, seed, repeat):
-        steps = decode(Replay.draw(traces[task], batch, None, seed, repeat), policy)
-        return step_seconds(steps, cost).sum(), len(steps)
-
-    best = min(range(1, 13), key=lambda k: sum(seconds(bass.FixedLength(k), after, 99, n)[0] for n in range(8)))
-    mine, fixed = 0.0, 0.0
-    for seed in range(4):
-        policy, repeat, steps = Learned(cost), 0, 0
-        for repeat in range(4):
-            seconds(policy, before, seed, repeat)
-        while steps < 200:
-            repeat += 1
-            steps += seconds(policy, after, seed, repeat)[1]
-        for held_out in range(repeat + 1, repeat + 5):
-            mine += seconds(policy, after, seed, held_out)[0]
-            fixed += seconds(bass.FixedLength(best), after, seed, held_out)[0]
-    assert mine < 1.05 * fixed
-
-
-def test_drafting_begins_again_when_a_text_turns_easy():
-    """Old observations must fade, because steps without drafts teach nothing."""
-    policy, view = Learned(Line(0.45, 0.0)), RowsView(*np.array([[0], [1], [10], [5], [999]]))
-    planned = []
-    for step in range(600):
-        k = np.array([policy.plan(view)])
-        accepted = np.minimum(k, 99 if step > 300 else 0)
-        policy.update(torch.from_numpy(k), torch.from_numpy(accepted))
-        planned.append(k[0])
-    assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lengths": ()}, {"lengths": (-1, 2)}, {"lengths": (40,)}, {"rate": 0}, {"decay": 1}]
-)
-def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"must be|needs"):
-        Learned(CHEAP, **wrong)

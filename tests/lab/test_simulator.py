@@ -12,7 +12,7 @@ import bass_lab as lab
 from bass_core.model.runner import PACKED_BELOW
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
-from bass_lab.policies import MarginalValue, RaggedBudget
+from bass_lab.policies import RaggedBudget
 from bass_lab.show import plots
 from bass_lab.study import hindsight, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -164,7 +164,6 @@ def greedy(tiny_pair):
         (Alternating(), 1),
         (PerRow(most=4), 4),
         (StopWhenUnsure(most=6, at_least=0.085), 4),  # the tiny models are never sure
-        (MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0), 1),
         (RaggedBudget(Line(0.01, 0.05), limit=6), 4),
     ],
     ids=lambda value: type(value).__name__,

@@ -8,21 +8,22 @@ import torch
 import bass_core as bass
 import bass_lab as lab
 from bass_core import DraftLengthPolicy
-from bass_lab.policies import Learned, MarginalValue, Objective, RaggedBudget
+from bass_lab.policies import Objective, RaggedBudget
 from bass_lab.policies.objective import first_finished
 
 
 class StopWhenUnsure(DraftLengthPolicy):
-    """Stop inside a step by the draft's distribution before x_j is drawn."""
+    """Stop inside a step by the draft's distribution before x_j is drawn. counts: answer with draft lengths."""
 
-    def __init__(self, most: int = 3, at_least: float = 0.6):
-        self.most, self.at_least = most, at_least
+    def __init__(self, most: int = 3, at_least: float = 0.6, counts: bool = False):
+        self.most, self.at_least, self.counts = most, at_least, counts
 
     def plan(self, rows):
         return self.most
 
     def keep_drafting(self, signals):
-        return signals.maximum > self.at_least
+        sure = signals.maximum > self.at_least
+        return torch.where(sure, self.most, signals.slot) if self.counts else sure
 
 
 class PerRow(DraftLengthPolicy):
@@ -94,18 +95,14 @@ CHEAP, DEAR = Line(), Line(draft=0.5, verify=0.2)
 
 def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
     """Return every adaptive policy of the library, in states that use all its branches, with at most `limit` drafts."""
-    lengths = range(limit + 1)
     return {
         "algorithm 1": lambda: bass.BassHeuristic(initial=2),
         "hugging face": lambda: lab.HuggingFaceHeuristic(initial=2),
         "goodput": lambda: bass.Goodput(CHEAP, limit=limit),
         "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
-        "marginal value": lambda: MarginalValue(CHEAP, limit=limit, trusted=1.0),
-        "marginal value, drafts dear": lambda: MarginalValue(Line(0.3, 0.2), limit=limit, trusted=1.0, probe=1),
         "objective": lambda: Objective(CHEAP, limit=limit, weights=first_finished(4)),
         "ragged budget": lambda: RaggedBudget(CHEAP, limit=limit),
         "ragged budget, verification dear": lambda: RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
-        "learned": lambda: Learned(CHEAP, lengths=lengths),
-        "adaedl": lambda: lab.AdaEDL(limit=limit, threshold=0.65),
+        "stops at a count": lambda: StopWhenUnsure(limit, counts=True),
         "svip": lambda: lab.SVIP(limit=limit, bound=0.3),
     }

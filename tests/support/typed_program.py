@@ -9,7 +9,7 @@ from torch import Tensor
 
 import bass_core as bass
 import bass_lab as lab
-from bass_lab.policies import MarginalValue, RaggedBudget
+from bass_lab.policies import RaggedBudget
 
 
 class Careful(bass.DraftLengthPolicy):
@@ -50,8 +50,8 @@ reveal_type((bass.stream(pair, "a"), bass.astream(pair, "a"), asyncio.run(pieces
 reveal_type((bass.SamplingParams(temperature=0.5), bass.SamplingParams().greedy))
 
 costs = bass.CostModel.load("costs.json")
-policies = [bass.Goodput(costs), bass.BassHeuristic(), bass.FixedLength(3), MarginalValue(costs), lab.SVIP()]
-policies += [RaggedBudget(costs), lab.AdaEDL(), lab.HuggingFaceHeuristic()]
+policies = [bass.Goodput(costs), bass.BassHeuristic(), bass.FixedLength(3), lab.SVIP()]
+policies += [RaggedBudget(costs), lab.HuggingFaceHeuristic()]
 reveal_type((costs, bass.costs_for(pair), policies))
 with bass.Session(pair, max_batch_size=4, draft_length=policies[0]) as session:
     handle = session.submit([{"role": "user", "content": "a"}], max_new_tokens=8, deadline=2.0)
