@@ -4,7 +4,7 @@ Every repeat runs all methods one after the other, with the same prompts and lim
 therefore slows all methods, and a speed-up is the ratio within a repeat. With `take_turns`, the methods of a repeat
 alternate step by step. This resolves differences of a few percent on a noisy machine. The baseline `regular` is this
 engine with draft length 0: the same cache and loop without speculative work. `transformers` is a second baseline.
-`records.schema.json` describes each method.
+`bass_lab/assets/records.schema.json` describes each method.
 """
 
 from __future__ import annotations
