@@ -3,7 +3,6 @@
 import re
 import runpy
 import sys
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import yaml
@@ -50,11 +49,9 @@ def test_the_reference_has_every_public_name_once():
 
 def test_lessons_link_to_services_by_the_address_of_the_repository(monkeypatch):
     monkeypatch.setitem(sys.modules, "griffe", MagicMock(Extension=object))  # only `make docs` installs griffe
-    added = runpy.run_path(str(ROOT / "docs/site.py"))["on_page_content"]
-    lesson = SimpleNamespace(file=SimpleNamespace(src_uri="notebooks/00_start_here.ipynb"))
-    assert re.findall(r'https:[^" ]+(?=[" ])', added("", lesson, {"repo_url": "https://github.com/me/bass"}, None)) == [
-        "https://mybinder.org/v2/gh/me/bass/main?urlpath=lab/tree/notebooks/00_start_here.ipynb",
-        "https://colab.research.google.com/github/me/bass/blob/main/notebooks/00_start_here.ipynb",
-        "https://github.com/me/bass",
-    ]
-    assert added("", lesson, {"repo_url": ""}, None) == ""
+    add, page, uri = runpy.run_path(str(ROOT / "docs/site.py"))["on_page_content"], MagicMock(), "notebooks/00.ipynb"
+    page.file.src_uri = uri
+    added = add("", page, {"repo_url": "https://github.com/me/bass"}, None)
+    assert f'"https://mybinder.org/v2/gh/me/bass/main?urlpath=lab/tree/{uri}"' in added
+    assert f'"https://colab.research.google.com/github/me/bass/blob/main/{uri}"' in added
+    assert 'git+https://github.com/me/bass"' in added and add("", page, {"repo_url": ""}, None) == ""

@@ -86,11 +86,6 @@ def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
     return found.assign(fewer=found.step.iloc[0] / found.step)
 
 
-def largest_row(weight: Tensor) -> int:
-    """Return the output channel with the largest weight."""
-    return int(weight.abs().amax(1).argmax())
-
-
 def lossy_law(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
     """Return the output distribution [T, V] of the lossy rule: likely draft tokens, and a draw from p for all other
     draft tokens."""
@@ -257,16 +252,3 @@ def on_h100(
         cost = h100_costs(table, kind_of(way.pair.target) or FULL, draft, own_copy=own)
         lines[name] = 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]
     return pd.Series(lines, name="H100 (modelled), ms")
-
-
-def recorded_ms(
-    cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 256
-) -> pd.Series:
-    """Return ms between two tokens of a row by a GPU's recorded costs, for methods with the pair's full weights."""
-    known = {"regular", "draft"} | {name for name, way in ways.items() if way.epsilon is not None}
-    lines = {
-        name: 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]
-        for name, way in ways.items()
-        if name in known
-    }
-    return pd.Series(lines)

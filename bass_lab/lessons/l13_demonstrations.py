@@ -44,11 +44,6 @@ def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.Dat
     return pd.DataFrame(weights.float().numpy(), index=named(text), columns=named(read.tolist()))
 
 
-def source_lengths(pair: ModelPair, sources: Sequence[str]) -> list[int]:
-    """Return the number of tokens of each source."""
-    return [len(ids) for ids in token_ids(pair, sources)]
-
-
 def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[int]) -> pd.DataFrame:
     """Return per source: source tokens, written tokens, draft tokens, α and tokens per step of its row."""
     steps = generation.trace.steps.query("kind == 'decode'")
@@ -127,12 +122,6 @@ def timed(
             speed = Ratio.of(own, slowest)
             table.append({"batch": batch, "way": way, "ms per token": own.median(), **speed._asdict()})
     return pd.DataFrame(table).rename(columns={"median": "speed"}).set_index(["batch", "way"])
-
-
-def over_regular(table: pd.DataFrame, batch: int) -> float:
-    """Return the speed of our speculative decoding relative to the faster baseline of the batch."""
-    times = table.loc[batch, "ms per token"]
-    return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
 
 
 def stateful_model() -> Lfm2ForCausalLM:

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 import bass_core as bass
-import bass_lab as lab
 from bass_core.loop.trace import Trace
 from bass_lab.lessons import l00_figures
 from bass_lab.show import live_figures, looks, pages, plots, token_views
-from bass_lab.show.looks import LOOKS
 from bass_lab.texts.prompt_sets import prompt_set
 
 DRAW = "import plotly.graph_objects as go\ngo.Figure(go.Bar(y=[1]))"
@@ -143,7 +141,7 @@ def test_race_counts_identical_rows(pair, prompts):
     race = l00_figures.Race(pair, prompts, max_new_tokens=12).run()
     picture = race._repr_html_()
     assert race.identical == 3 and "3 of 3 rows have identical tokens" in picture
-    assert picture.count("<pre") == 2 and LOOKS["accepted"].colour in picture
+    assert picture.count("<pre") == 2 and looks.LOOKS["accepted"].colour in picture
 
 
 def test_raster_has_a_cell_per_decode_step(pair, prompts):
@@ -184,9 +182,9 @@ def test_coloured_text_keeps_every_character(pair):
 def test_projector_sets_the_size_of_all_text(monkeypatch):
     looks.pio.templates["tried"] = copy.deepcopy(looks.pio.templates[looks.TEMPLATE])
     monkeypatch.setattr(looks, "TEMPLATE", "tried")
-    assert lab.projector(20).data.count("20px") == 4
+    assert looks.projector(20).data.count("20px") == 4
     figure = looks.panels(1, 1, ["a panel"], "a title", 300)
     assert figure.layout.template.layout.font.size == 20 and figure.layout.annotations[0].font.size is None
     sized = re.compile(r"font_size=\d|font\w*\"?(=|: )\{[^}]*\"size\"")
-    places = [path.name for path in Path(lab.__file__).parent.rglob("*.py") if sized.search(path.read_text())]
+    places = [path.name for path in Path(looks.__file__).parents[1].rglob("*.py") if sized.search(path.read_text())]
     assert places == ["looks.py"]

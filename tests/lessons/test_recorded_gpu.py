@@ -125,7 +125,6 @@ SHOWN = {  # what a lesson shows of its records
     "06_kernel_timelines": ["Kernels and gaps", "GPU 0, stream 7", NAME],
     "07_ragged_attention_kernels": ["fastest peer", "ragged µs"],
     "08_latency_and_utilization": ["batch 8: transformers, sdpa, static cache", "(synthetic)"],
-    "10_quantization": [f"full weights: {NAME}"],
     "11_interactive_serving": [f"{NAME}: default: "],
 }
 
