@@ -12,7 +12,6 @@ MEASURED = re.compile(r"(?<![\w.])(?:\d[\d,]*\.\d+|\d[\d.,]*(?=\s*(?:%|×|times|
 ABSTRACT = "the paper's abstract, and 8 rows / 5.8 ms"
 SOURCED = {
     "04_draft_length": dict.fromkeys(("0.1", "0.3"), "the modelled GPU's launches, in ms: `modelled_costs`"),
-    "04b_draft_length_further": dict.fromkeys(("0.95", "0.55"), "`regimes` of the made-up rows"),
     "07_ragged_attention_kernels": {"3.35": "TB/s, an H100's data sheet"},
     "08_latency_and_utilization": dict.fromkeys(("5.8", "2.15", "1.38", "1.1"), ABSTRACT)
     | {"0.02": "a synthetic α of the record"},
