@@ -24,22 +24,6 @@ def check_accept_or_recover(accept_or_recover: Callable) -> bool:
     return check(lambda p, q: [accept_or_recover(p, q, x) for x in range(len(q)) if q[x] > 0], _rule_cases())
 
 
-def judged_by(accept_or_recover: Callable) -> Callable:
-    """Return the lesson's `by_token` with a student's rule for one draft token.
-
-    The returned function takes drafted [k], q [k, V], p [k + 1, V] and u [k].
-    """
-
-    def judge(drafted: Tensor, q: Sequence[Tensor], p: Tensor, u: Tensor) -> tuple[int, Tensor]:
-        for i, x in enumerate(drafted.tolist()):
-            chance, law = accept_or_recover(p[i], q[i], x)
-            if u[i] >= chance:
-                return i, law
-        return len(drafted), p[-1]
-
-    return judge
-
-
 def _rule_cases() -> Iterator[Case]:
     drawn = [
         ("the draft is too sure of its favourite", [0.5, 0.3, 0.2], [0.8, 0.1, 0.1]),

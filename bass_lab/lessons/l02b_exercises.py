@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -100,48 +101,42 @@ def check_parts(loop: Callable, prompts: Sequence[Tensor], engine: Mapping[float
     return check(decode, ((f"temperature {t}", (t,), partial(fault, t)) for t in engine))
 
 
-def check_loop(decode: Callable, pair: ModelPair, prompts: Sequence[Tensor], temperature: float, **options) -> bool:
+def check_loop(
+    decode: Callable, pair: ModelPair, prompts: Sequence[Tensor], temperature: float, max_new_tokens: int, **options
+) -> bool:
     """Check decode(prompts, temperature, ends) -> generated ids of each row. A row ends with a token of `ends`.
 
-    options: draft_length, max_new_tokens and seed, as of the engine.
+    options: draft_length and seed, as of the engine.
     """
     passes: list[None] = []
+
+    def fault(wanted: Sequence[Tensor], steps: int, hint: str, result: object) -> str:
+        told = _difference(wanted, result, hint)
+        if told or steps in (0, len(passes)):
+            return told
+        return f"the text is right after {len(passes)} target passes, not {steps}: do rows wait for the slowest row?"
+
+    def cases() -> Iterator[Case]:
+        mixed = "one row is right: does each row keep its own accepted length, in its text and in the caches?"
+        numbers = "greedy text is right: does each step have its own keys, and each row its own u?"
+        ends: tuple[int, ...] = ()
+        for t, name in product((0.0, temperature), ("one row", "all rows", "with an end token")):
+            hint = numbers if t else mixed if name != "one row" else ""
+            rows, given = prompts[:1] if name == "one row" else prompts, ends if "end" in name else ()
+            # The engine shortens a row's last drafts. Sampled text depends on draft lengths, so it gets a later limit.
+            limit = max_new_tokens + (options["draft_length"] + 1 if t else 0)
+            out = generate(pair, rows, temperature=t, max_new_tokens=limit, eos_token_id=given, **options)
+            wanted = [row[:max_new_tokens] for row in out.sequences]
+            ends = ends or (int(wanted[0][max_new_tokens // 2]),)
+            passes.clear()
+            steps = 0 if t else out.trace.steps.step.nunique()
+            yield f"{name}, temperature {t}", (rows, t, given), partial(fault, wanted, steps, hint)
+
     hook = pair.target.register_forward_pre_hook(lambda *_: passes.append(None))
     try:
-        return check(decode, _loop_cases(pair, prompts, temperature, passes, **options))
+        return check(decode, cases())
     finally:
         hook.remove()
-
-
-def _loop_cases(
-    pair: ModelPair, prompts: Sequence[Tensor], temperature: float, passes: list, max_new_tokens: int, **options
-) -> Iterator[Case]:
-    mixed = "one row is right: does each row keep its own accepted length, in its text and in the caches?"
-    numbers = "greedy text is right: does each step have its own keys, and each row its own u?"
-    ends: tuple[int, ...] = ()
-    for name, rows, t, hint in (
-        ("one row", prompts[:1], 0.0, ""),
-        ("all rows", prompts, 0.0, mixed),
-        ("with an end token", prompts, 0.0, mixed),
-        ("one row", prompts[:1], temperature, numbers),
-        ("all rows", prompts, temperature, numbers),
-    ):
-        # The engine shortens a row's last drafts. Sampled text depends on draft lengths, so it gets a later limit.
-        limit = max_new_tokens + (options["draft_length"] + 1 if t else 0)
-        given = ends if "end" in name else ()
-        out = generate(pair, rows, temperature=t, max_new_tokens=limit, eos_token_id=given, **options)
-        wanted = [row[:max_new_tokens] for row in out.sequences]
-        ends = ends or (int(wanted[0][max_new_tokens // 2]),)
-        passes.clear()
-        steps = None if t else out.trace.steps.step.nunique()
-        yield f"{name}, temperature {t}", (rows, t, given), partial(_loop_fault, wanted, steps, passes, hint)
-
-
-def _loop_fault(wanted: Sequence[Tensor], steps: int | None, passes: list, hint: str, result: object) -> str:
-    told = _difference(wanted, result, hint)
-    if told or steps in (None, len(passes)):
-        return told
-    return f"the text is right, but takes {len(passes)} target passes, not {steps}: do rows wait for the slowest row?"
 
 
 def _difference(wanted: Sequence[Tensor], found: object, hint: str = "") -> str:

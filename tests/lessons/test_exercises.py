@@ -105,6 +105,8 @@ MISTAKES_IN_THE_LOOP = [  # part, text of the solutions, wrong text, words of th
     ("target_pass", "drafted], 1)", "drafted], 1)[:, :-1]", "must also read the last draft token"),
     ("judge", "u[i] >= p[i,", "u[i] >= p[i + 1,", "draft token i is compared"),
     ("judge", "for i, x in", "p = torch.cat([p[1:], p[-1:]])\n    for i, x in", "p is read one position too late"),
+    ("judge", "u):\n", "u):\n    n = sum(u[i] < p[i, x] / q[i, x] for i, x in enumerate(drafted))\n"
+     "    if n < len(drafted): return n, (p[n] - q[n]).clamp(min=0)\n", "the first rejection ends the step"),
     ("judge", "return i, (p", "return i + 1, (p", "the rejected token counts as accepted"),
     ("judge", "(p[i] - q[i]).clamp(min=0)", "p[i]", "redraw from p"),
     ("judge", "p[-1]", "p[-2]", "the bonus token is one position too early"),
