@@ -35,7 +35,6 @@ CASES = [  # policy, rule
     ("per row", "block"),
     ("stop when unsure", "token"),
     ("stop when unsure", "block"),
-    ("marginal value", "block"),
     ("ragged budget", "token"),
 ]
 OTHERS = [
@@ -57,7 +56,7 @@ def test_distribution_of_a_row(policy, rule):
     [
         ("per row", "block"),
         pytest.param("ragged budget", "token", marks=pytest.mark.ci),
-        pytest.param("marginal value", "block", marks=pytest.mark.ci),
+        pytest.param("svip", "block", marks=pytest.mark.ci),
     ],
 )
 def test_joint_distribution_of_two_rows(policy, rule):

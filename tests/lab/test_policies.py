@@ -20,11 +20,6 @@ def rows(remaining=(99, 99)):
 ROWS = rows()
 
 
-def signals(slot, maximum, entropy=0.5):
-    maximum = torch.tensor(maximum)
-    return Signals(slot, torch.full_like(maximum, entropy), maximum, torch.ones(len(maximum), dtype=torch.bool))
-
-
 def test_drafts_after_a_refused_one_teach_nothing():
     drafted, accepted = torch.tensor([3, 3]), torch.tensor([1, 3])
     policy = RaggedBudget(CHEAP)
