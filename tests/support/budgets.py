@@ -14,7 +14,7 @@ LIMITS = {
     "thin core": 7900,
     "core": 9800,
     "core files": 46,
-    "tests": 27_750,
+    "tests": 27_800,
     "all": 65_850,
 }  # current values, to be lowered
 
