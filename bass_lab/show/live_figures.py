@@ -21,16 +21,27 @@ KINDS = ("Box", "Button", "Dropdown", "FloatSlider", "HTML", "IntSlider", "IntTe
 
 
 class _Still:
-    """Stand-in for a widget: holds values that no user changes."""
+    """Stand-in for a widget: holds values, which code may change but no user."""
 
     def __init__(self, value: object = "", *_, **traits):
+        self._observers: list[Callable] = []
         self.children = value if isinstance(value, list) else ()
         vars(self).update({"value": value, "description": "", "disabled": False} | traits)
 
-    def observe(self, *_, **__) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
+        changed = name == "value" and value != self.value
+        super().__setattr__(name, value)
+        for observer in self._observers if changed else ():
+            observer(None)
+
+    def observe(self, observer: Callable, names: str) -> None:
+        """Call observer(None) after a change of the value, as ipywidgets does with a description of the change."""
+        self._observers.append(observer)
+
+    def has_trait(self, *_) -> None:
         """Do nothing."""
 
-    on_click = add_class = remove_class = has_trait = observe
+    on_click = add_class = remove_class = has_trait
 
     def shown(self) -> Iterator[str | go.Figure]:
         """Yield the texts and figures inside, and the values of enabled controls."""
@@ -49,23 +60,20 @@ class _Still:
 try:
     if os.environ.get(STATIC):
         raise ImportError
-    import anywidget
     import ipywidgets as widgets
+
+    from bass_lab.show.figure_widgets import Figure, Resizer
 except ImportError:
-    anywidget = None
+    Figure, Resizer = go.Figure, _Still
     widgets = SimpleNamespace(link=lambda *_: None, **dict.fromkeys(KINDS, _Still))
 
 
-def live_figure() -> go.FigureWidget | go.Figure:
+def live_figure() -> go.Figure:
     """Return an empty figure for `redraw`. Place the figure inside `stacked`."""
-    if anywidget is None:
-        return go.Figure()
-    figure = go.FigureWidget()
-    figure._config = figure._config | {"responsive": True, "displayModeBar": False}
-    return figure
+    return Figure()
 
 
-def redraw(shown: go.FigureWidget | go.Figure, figure: go.Figure) -> None:
+def redraw(shown: go.Figure, figure: go.Figure) -> None:
     """Show another figure with the same number of traces in a `live_figure`."""
     with shown.batch_update():
         if not shown.data:
@@ -73,7 +81,7 @@ def redraw(shown: go.FigureWidget | go.Figure, figure: go.Figure) -> None:
         for old, new in zip(shown.data, figure.data, strict=True):
             old.update(new.to_plotly_json(), overwrite=True)
         shown.layout = figure.layout
-    if anywidget is not None:
+    if Resizer is not _Still:
         shown._repr_mimebundle_()  # updates the saved state for page reloads
 
 
@@ -123,35 +131,6 @@ def slider(value: float, least: float, most: float, name: str, step: float | Non
 
 def stacked(*children: widgets.Widget) -> widgets.VBox:
     """Return the children in a column. Figures inside take the column's width; an invisible last child resizes them."""
-    view = widgets.VBox([*children, _Resizer(layout={"width": "100%"})])
+    view = widgets.VBox([*children, Resizer(layout={"width": "100%"})])
     view.add_class("bass-live")
     return view
-
-
-class _Resizer(_Still if anywidget is None else anywidget.AnyWidget):
-    """Empty line that sets the figures above to its own width, and carries the style of sliders and the busy sign.
-    anywidget figures do not resize by themselves."""
-
-    _css = """
-    .bass-live .widget-hslider { width: auto; }
-    .bass-live .slider-container { flex: 0 0 250px; }
-    .bass-busy { cursor: progress; }
-    .bass-busy .js-plotly-plot, .bass-busy .widget-html { opacity: 0.5; }
-    .bass-busy::before {
-        content: "⏳ computing …"; position: sticky; top: 4px; z-index: 1001; align-self: flex-end; height: 30px;
-        margin-bottom: -30px; padding: 0 12px; background: #0072B2; color: white; font: bold 16px/30px sans-serif;
-    }
-    """
-    _esm = """
-    export default { render({ el }) {
-        const fit = () => {
-            const figures = el.parentElement?.querySelectorAll(".js-plotly-plot") ?? [];
-            figures.forEach(figure => delete figure.layout?.width);
-            window.dispatchEvent(new Event("resize"));  // responsive figures take the available width
-        };
-        const observer = new ResizeObserver(fit);
-        observer.observe(el);
-        document.addEventListener("plotlywidget-after-render", fit);
-        return () => { observer.disconnect(); document.removeEventListener("plotlywidget-after-render", fit); };
-    } };
-    """

@@ -14,6 +14,9 @@ from bass_lab.show import browser, pages
 DATA = "figure => JSON.stringify(figure.data, (_, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)"
 FITS = "figure => Math.abs(figure._fullLayout.width - figure.parentElement.clientWidth) <= 1"
 TITLE = "figure => figure.layout.title.text"
+WIDTHS = "() => [...document.querySelectorAll('.slider-container')].map(slider => slider.getBoundingClientRect().width)"
+WATCH = """() => new MutationObserver(() => { window.wasBusy ||= !!document.querySelector(".bass-busy"); }).observe(
+    document.body, { subtree: true, attributeFilter: ["class"] })"""
 # Position on the page of a heatmap's cell.
 PLACE = """(figure, [x, y]) => {
     const [box, {xaxis, yaxis}] = [figure.getBoundingClientRect(), figure._fullLayout];
@@ -101,9 +104,12 @@ def test_slider_and_clicks_change_the_figures(chromium, lab):
         assert errors(page) == []
         widget = browser.first_widget(page)
         figure = widget.locator(".js-plotly-plot").first
+        assert set(page.evaluate(WIDTHS)) == {250}
+        page.evaluate(WATCH)
         before = figure.evaluate(DATA)
         move(page, widget.locator(".noUi-handle").first, widget)
         wait_until(page, lambda: figure.evaluate(DATA) != before, widget)
+        assert page.evaluate("window.wasBusy")
         check_that_clicks_choose_steps(page, widget, figure)
         page.set_viewport_size(NARROW)
         wait_until(page, lambda: figure.evaluate(FITS), widget)

@@ -89,7 +89,6 @@ def test_missing_steps_are_refused(speculative):
 
 
 def test_browser_moves_with_its_sliders(speculative):
-    pytest.importorskip("ipywidgets")
     found, trace = speculative
     step, count, figure, sentence, _ = l06_figures.timeline_browser(found, trace).children
     assert step.value == 1 and "prefill" not in sentence.value
