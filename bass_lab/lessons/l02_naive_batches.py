@@ -28,7 +28,7 @@ BUGS = {
     "mask": "(b) the mask reveals padding",
     "cut": "(c) caches are cut to the batch minimum",
     "pads": "(d) padding accumulates",
-    "bonus": "(e) the bonus token has no cache entry",
+    "bonus": "(e) the target's token has no cache entry",
     "behind": "(f) the draft is one token behind",
 }
 
