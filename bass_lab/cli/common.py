@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -159,8 +160,10 @@ def one_line(error: Exception) -> str:
         usage = error.ctx.get_usage() if error.ctx else ""
         said = error.format_message()
         return " ".join(f"{said if said.endswith(('.', '?')) else said + '.'} {usage}".split())
-    if hasattr(error, "ename"):  # an error in a notebook's cell; str(error) holds the whole cell
-        return f"a cell failed: {error.ename}: {error.evalue}"
+    if hasattr(error, "ename"):  # an error in a notebook's cell; str(error) holds the cell and a coloured traceback
+        marked = re.search(r"^-+> +\d+ (.*)", re.sub(r"\x1b\[[\d;]*m", "", str(error)), re.MULTILINE)
+        where = f" in the line `{marked[1].strip()}`" if marked else ""
+        return f"a cell failed: {error.ename}: {error.evalue}{where}"
     said = " ".join(str(error).split())
     said = said if len(said) <= LONGEST else f"{said[:LONGEST]} …"
     short_of_memory = "out of memory" in said or "allocate memory" in said  # torch raises RuntimeError on a CPU

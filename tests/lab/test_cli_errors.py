@@ -16,6 +16,7 @@ import nbformat
 import pytest
 import typer
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
 from waiting import until
@@ -326,3 +327,11 @@ def test_ignored_ctrl_c_stays_ignored():
             assert signal.getsignal(signal.SIGINT) is before
         finally:
             signal.signal(signal.SIGINT, found)
+
+
+def test_failed_cell_is_named_by_its_line():
+    cell = nbformat.v4.new_code_cell("def half(x):\n    return x / 0\n\nresult = half(3)")
+    with pytest.raises(CellExecutionError) as failed:
+        NotebookClient(nbformat.v4.new_notebook(cells=[cell])).execute()
+    said = "a cell failed: ZeroDivisionError: division by zero in the line `result = half(3)`"
+    assert common.one_line(failed.value) == said
