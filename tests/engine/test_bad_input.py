@@ -125,6 +125,8 @@ def test_bad_values_are_refused(unprobed, option, kind, values):
         ({"deadline": -1}, ValueError, "deadline must be >= 0 seconds, got -1"),
         ({"deadline": NAN}, ValueError, "deadline must be >= 0 seconds, got nan"),
         ({"seed": 2**63}, ValueError, "seed must fit into 64 bits"),
+        ({"seed": "x"}, TypeError, "seed must"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens must"),
         ({"sample": -1}, ValueError, "sample must"),
         ({"sample": 1.5}, TypeError, "sample must"),
         ({"sample": 2**64}, ValueError, "sample must"),
@@ -143,7 +145,7 @@ def test_bad_option_of_a_row_is_refused_and_takes_no_number(options, kind, words
     pair = bass.ModelPair(TARGET, None, TOKENIZER)
     session = bass.Session(pair)
     with refused(kind, words, pair=pair):
-        session.submit(PROMPTS[0], max_new_tokens=8, **options)
+        session.submit(PROMPTS[0], **{"max_new_tokens": 8} | options)
     assert session.idle and session.submit(PROMPTS[0], max_new_tokens=8, stop=()).row == 0
 
 

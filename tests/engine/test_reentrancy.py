@@ -93,14 +93,6 @@ def test_row_numbers_are_unique_among_live_rows():
     assert session.result(again).sequence.tolist() == found[0]
 
 
-def test_refused_row_takes_no_number():
-    session = session_over()
-    for wrong in ({"deadline": -1}, {"seed": "x"}, {"max_new_tokens": -1}):
-        with pytest.raises((TypeError, ValueError)):
-            session.submit(PROMPTS[0], **({"max_new_tokens": 12} | wrong))
-    assert session.submit(PROMPTS[0], max_new_tokens=12).row == 0
-
-
 def test_rows_of_many_threads_have_unique_numbers():
     session, rows = session_over(), []
 

@@ -194,6 +194,23 @@ REFUSED = {
     ("generate", "--input", "folder"): "is a directory",
     ("generate", "x", "--chat"): "chat template",
     ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",
+    ("load", "--url", "http://x", "--simulate", "here"): "--url does not take --simulate",
+    ("load", "--url", "http://x", "--draft-length", "0"): "--url does not take --draft-length",
+    ("load", "--model", "x"): "without --url does not take --model",
+    ("load", "--simulate", "here", "--temperature", "1"): "does not take --temperature",
+    ("load", "--highest"): "needs a latency target",
+    ("load", "--rate", "0"): "above 0",
+    ("load", "--simulate", "nowhere"): "here, h100 or a file of costs; got 'nowhere'",
+    ("load", "--url", "ftp://x"): "url must be an http or https address",
+    ("load", "--url", "http://127.0.0.1:9"): "refused",
+    ("load", "--record", "x.jsonl", "--highest", "--end-ms", "1"): "--record does not take --highest",
+    ("load", "--simulate", "here", "--max-new-tokens", "200"): "texts have 128 tokens",
+    ("load", "--max-new-tokens", "4", "--least-new-tokens", "9"): ">= 9",
+    ("load", "--workload", "/dev/null", "--rate", "4"): "--workload does not take --rate",
+    ("load", "--simulate", "h100", "--between-ms", "0"): "between_ms",
+    ("load", "--simulate", "h100", "--save", "x.csv"): "--save writes JSON lines and cannot use x.csv",
+    ("load", "--api-key", "x"): "without --url does not take --api-key",
+    ("load", "--simulate", "h100", "--trace", "/dev/null"): "/dev/null holds no trace; `bass record` makes one",
 }
 
 

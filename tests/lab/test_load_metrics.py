@@ -316,35 +316,6 @@ def test_command_simulates_within_80_columns(tmp_path):
     assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--url", "http://x", "--simulate", "here"), "--url does not take --simulate"),
-        (("--url", "http://x", "--draft-length", "0"), "--url does not take --draft-length"),
-        (("--model", "x"), "without --url does not take --model"),
-        (("--simulate", "here", "--temperature", "1"), "does not take --temperature"),
-        (("--highest",), "needs a latency target"),
-        (("--rate", "0"), "above 0"),
-        (("--simulate", "nowhere"), "here, h100 or a file of costs; got 'nowhere'"),
-        (("--url", "ftp://x"), "url must be an http or https address"),
-        (("--url", "http://127.0.0.1:9"), "refused"),
-        (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "--record does not take --highest"),
-        (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
-        (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
-        (("--workload", "/dev/null", "--rate", "4"), "--workload does not take --rate"),
-        (("--simulate", "h100", "--between-ms", "0"), "between_ms"),
-        (("--simulate", "h100", "--save", "x.csv"), "--save writes JSON lines and cannot use x.csv"),
-        (("--api-key", "x"), "without --url does not take --api-key"),
-        (("--simulate", "h100", "--trace", "/dev/null"), "/dev/null holds no trace; `bass record` makes one"),
-    ],
-)
-def test_impossible_calls_are_one_line(words, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = invoke("load", *words)
-    assert done.exit_code == 2
-    assert said in done.stderr and "fault in bass" not in done.stderr
-
-
 def answered(workload, *given, **options):
     asked = workload.requests
     reasons = ["error" if prompt == "no" else "length" for prompt in asked.prompt]

@@ -132,12 +132,6 @@ def test_pair_with_a_chat_template_takes_conversations(chatting, tmp_path):
     assert report.passed, report.to_json()
 
 
-def test_pair_without_a_chat_template_refuses_conversations(tmp_path):
-    done = invoke("record", tmp_path / "x.npz", "--prompts", written(tmp_path, {"messages": ASKED}), "--count", 1)
-    assert done.exit_code == 2
-    assert "prompt 0: a conversation needs a tokenizer with a chat template" in done.stderr
-
-
 def test_explorer_offers_a_file(mine):
     explorer = AcceptanceExplorer(bass.load_pair(), prompt_set=str(mine), batch_size=2, max_new_tokens=4)
     assert list(explorer.prompts) == ["mini", "library", label(mine)]
