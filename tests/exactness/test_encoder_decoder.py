@@ -6,7 +6,7 @@ import pytest
 import torch
 from readers import HEARS, OPTIONS, START, alone, given, sources, tiny_reader
 from sessions import run_to_the_end
-from stale import poison_stale_slots
+from stale import texts_over_poison
 from tiny import tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin
@@ -189,13 +189,7 @@ def test_streamer_receives_forced_tokens(kind, forced):
 
 def test_stale_slots_never_matter():
     pair, read = pair_of("t5"), sources("t5", *LENGTHS)
-    with bass.Session(pair, max_batch_size=3, draft_length=3) as session:
-        handles = [session.submit(each, max_new_tokens=NEW) for each in read]
-        while not session.idle:
-            session.step()
-            poison_stale_slots(session)
-        found = [session.result(handle).sequence.tolist() for handle in handles]
-    assert found == [alone(pair.target, each, NEW) for each in read]
+    assert texts_over_poison(pair, read, NEW) == [alone(pair.target, each, NEW) for each in read]
 
 
 @pytest.mark.slow
@@ -245,31 +239,20 @@ def test_custom_generate_refuses(kind, options, words):
 
 
 BEAMS = GenerationConfig(num_beams=4)
+T5, READ = pair_of("t5"), sources("t5", 3)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            lambda: bass.generate(pair_of("t5"), sources("t5", 3), generation_config=BEAMS),
-            "num_beams=4",
-        ),
+        (lambda: bass.generate(T5, READ, generation_config=BEAMS), "num_beams=4"),
         (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "use a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "use a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "use a draft of the target's kind"),
-        (
-            lambda: lab.record(pair_of("t5"), sources("t5", 3), max_new_tokens=4, temperature=1.0),
-            "is an encoder-decoder",
-        ),
-        (
-            lambda: lab.distance(pair_of("t5"), pair_of("t5").quantized("int8"), sources("t5", 3)),
-            "is an encoder-decoder",
-        ),
-        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), compile="compiled"), "depend on source lengths"),
-        (
-            lambda: pair_of("t5").quantized("int4"),
-            "do not support int4; use int8",
-        ),  # INT4 layers need their weights' dtype
+        (lambda: lab.record(T5, READ, max_new_tokens=4, temperature=1.0), "is an encoder-decoder"),
+        (lambda: lab.distance(T5, T5.quantized("int8"), READ), "is an encoder-decoder"),
+        (lambda: bass.generate(T5, READ, compile="compiled"), "depend on source lengths"),
+        (lambda: T5.quantized("int4"), "do not support int4; use int8"),  # INT4 layers need their weights' dtype
     ],
 )
 def test_refused_uses(call, words):

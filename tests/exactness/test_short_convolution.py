@@ -6,7 +6,7 @@ import kinds
 import pytest
 import torch
 from sessions import run_to_the_end
-from stale import poison_stale_slots
+from stale import texts_over_poison
 from tiny import greedy_alone, ragged_prompts
 from transformers import GenerationConfig, PreTrainedModel
 from trial_policies import PerRow
@@ -84,13 +84,7 @@ def test_coupled_samples_of_shared_prompts_do_not_depend_on_drafts():
 
 
 def test_stale_slots_never_matter():
-    pair = bass.ModelPair(lfm2(), lfm2(noise=0.05))
-    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
-        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-        while not session.idle:
-            session.step()
-            poison_stale_slots(session)
-        assert [session.result(handle).sequence.tolist() for handle in handles] == alone()
+    assert texts_over_poison(bass.ModelPair(lfm2(), lfm2(noise=0.05)), PROMPTS, NEW) == alone()
 
 
 def test_compiled_layers_are_refused():

@@ -202,7 +202,7 @@ REFUSED = {
     ("load", "--rate", "0"): "above 0",
     ("load", "--simulate", "nowhere"): "here, h100 or a file of costs; got 'nowhere'",
     ("load", "--url", "ftp://x"): "url must be an http or https address",
-    ("load", "--url", "http://127.0.0.1:9"): "refused",
+    ("load", "--url", "127.0.0.1:9"): "refused",
     ("load", "--record", "x.jsonl", "--highest", "--end-ms", "1"): "--record does not take --highest",
     ("load", "--simulate", "here", "--max-new-tokens", "200"): "texts have 128 tokens",
     ("load", "--max-new-tokens", "4", "--least-new-tokens", "9"): ">= 9",

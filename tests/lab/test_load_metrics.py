@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import record_lines
 from commands import invoke
-from replays import Linear, run_of
+from replays import Linear, run_of, workload
 
 import bass_core as bass
 from bass_lab import load
@@ -265,40 +265,35 @@ def samples(*finish, passed=((True, False), (False, True)), sure=((-1.0, -2.0), 
     return pd.DataFrame(lines)
 
 
-def asked(*arrived, deadline=np.nan):
-    columns = {"arrived": arrived, "prompt": "a", "number": range(len(arrived)), "max_new_tokens": 1}
-    return Workload(pd.DataFrame(columns | {"deadline": deadline, "seed": 0}))
-
-
 def test_answers_in_time_by_hand():
     """Problem 0: rows end at 1 s (sure, right) and 3 s. Problem 1: at 2 s (unsure, wrong) and 4 s (sure, right)."""
     ways = {"one": samples((1.0, 3.0), (2.0, 4.0))}
-    found = load.front(asked(0.0, 1.0), ways, [2.0, 10.0])
+    found = load.front(workload([0.0, 1.0]), ways, [2.0, 10.0])
     assert found.pass_first.tolist() == [0.5, 1.0]  # at 2 s problem 1 has only the wrong row
     assert found.p50_ms.tolist() == pytest.approx([2000, 3000]) and found.p99_ms.tolist() == pytest.approx([3000, 6000])
     assert found.requests_per_s.tolist() == pytest.approx([2 / 4, 2 / 7]) and found.front.tolist() == [True, True]
-    late = load.front(asked(0.0, 1.0, deadline=4.5), ways).iloc[0]
+    late = load.front(workload([0.0, 1.0], deadline=4.5), ways).iloc[0]
     # the second begins at 3 and is cancelled at 5.5: after 2.5 s its first row is done, and wrong
     assert late.pass_first == 0.5 and late.answered == 1 and late.p99_ms == pytest.approx(4500)
 
 
 def test_cut_off_rows_occupy_the_server_until_the_answer():
     ways = {"cut": samples((1.0, np.nan), (np.nan, np.nan))}
-    found = load.front(asked(0.0, 0.0), ways, [10.0]).iloc[0]
+    found = load.front(workload([0.0, 0.0]), ways, [10.0]).iloc[0]
     assert found.p50_ms == pytest.approx(10_000) and found.p99_ms == pytest.approx(20_000) and found.answered == 0.5
-    left = load.front(asked(0.0, 0.0, deadline=4.0), ways).iloc[0]
+    left = load.front(workload([0.0, 0.0], deadline=4.0), ways).iloc[0]
     assert left.p50_ms == pytest.approx(4000)
     with pytest.raises(ValueError, match="rows of cut were cut off; give finite budgets, or all requests deadlines"):
-        load.front(asked(0.0), ways)
+        load.front(workload([0.0]), ways)
 
 
 def test_another_method_serves_the_tail():
     ways = {"slow": samples((1.0, 3.0), (2.0, 4.0)), "fast": samples((0.1, 0.2), (0.1, 0.2), passed=((True,) * 2,) * 2)}
-    found = load.front(asked(0.0, 1.0), ways, tail="fast")
+    found = load.front(workload([0.0, 1.0]), ways, tail="fast")
     assert found[found.way == "slow"].p99_ms.item() == pytest.approx(3000)
     assert not found.front[found.way == "slow"].item() and found.front[found.way == "fast"].item()
     with pytest.raises(ValueError, match="tail must be one of slow, fast"):
-        load.front(asked(0.0), ways, tail="other")
+        load.front(workload([0.0]), ways, tail="other")
 
 
 def test_command_simulates_within_80_columns(tmp_path):

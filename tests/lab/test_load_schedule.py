@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from recording import use_on_cpu
-from replays import Linear, trace_of
+from replays import Linear, trace_of, workload
 from tiny import ragged_prompts
 from trial_policies import Alternating, PerRow
 
@@ -20,12 +20,6 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay
 
 COUNTS = ["kind", "rows", "k", "drafted", "accepted", "emitted"]
-
-
-def workload(arrived, new=5, numbers=None, deadline=np.nan, prompts=None):
-    numbers = range(len(arrived)) if numbers is None else numbers
-    columns = {"arrived": arrived, "prompt": prompts or [f"prompt {number}" for number in numbers], "number": numbers}
-    return Workload(pd.DataFrame(columns | {"max_new_tokens": new, "deadline": deadline, "seed": 0}))
 
 
 def test_five_requests_in_two_slots():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from bass_lab.load import LoadRun
+from bass_lab.load import LoadRun, Workload
 from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
@@ -50,6 +50,12 @@ def trace_of(*patterns, prompt=10, lengths=None):
     fates = np.array([[1, *map(int, pattern)] for pattern in patterns])
     made = AcceptanceTrace.synthetic(alpha=0.5, length=fates.shape[1], sequences=len(fates), prompt_length=prompt)
     return replace(made, q=fates.astype(np.float32), lengths=np.array(lengths or [fates.shape[1]] * len(fates)))
+
+
+def workload(arrived, new=5, numbers=None, deadline=np.nan, prompts=None):
+    numbers = range(len(arrived)) if numbers is None else numbers
+    columns = {"arrived": arrived, "prompt": prompts or [f"prompt {number}" for number in numbers], "number": numbers}
+    return Workload(pd.DataFrame(columns | {"max_new_tokens": new, "deadline": deadline, "seed": 0}))
 
 
 def run_of(ended, first=None, arrived=None, tokens=5, reasons=None, deadline=np.nan, pieces=None, steps=()):

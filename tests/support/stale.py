@@ -20,3 +20,12 @@ def poison_stale_slots(session: bass.Session, value: float = 1e4) -> int:
                 for place in range(session.rows.max_rows):
                     buffer[place, :, int(ends[place]) if place < live else 0 :] = value
     return poisoned
+
+
+def texts_over_poison(pair: bass.ModelPair, prompts: list[torch.Tensor], new: int) -> list[list[int]]:
+    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
+        handles = [session.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        while not session.idle:
+            session.step()
+            poison_stale_slots(session)
+        return [session.result(handle).sequence.tolist() for handle in handles]
