@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from recording import use_on_cpu
+from recording import texts, use_on_cpu
 from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import Context
 from bass_core.drafters import lookup as lookup_module
 from bass_core.exactness.randomness import StepKeys
+from bass_lab.drafters import LayerSkipDrafter
 
 
 def lookup(rows, k, longest=3, shortest=1):
@@ -54,9 +55,7 @@ def suffix_session(**options) -> bass.Session:
 
 def drafted_by(session, *prompts, new=12) -> list:
     handles = [session.submit(torch.tensor(prompt), max_new_tokens=new) for prompt in prompts]
-    while not session.idle:
-        session.step()
-    return [session.result(handle).sequence.tolist() for handle in handles]
+    return texts(session, handles)
 
 
 def test_text_of_another_row_is_drafted():
@@ -105,13 +104,16 @@ def test_oldest_counts_are_forgotten(monkeypatch):
         ("suffix", "opt", "off"),
         ("features", "qwen2", "graphs"),
         ("features", "phi3", "off"),
+        ("layers", "llama", "off"),
+        ("layers", "gpt2", "off"),
     ],
 )
 def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypatch):
     use_on_cpu(monkeypatch)
     target = tiny_model(architecture, dtype="float64")
     prompts = [*ragged_prompts(5, 11, 3, 5), *ragged_prompts(5)]
-    draft = bass.SuffixDrafter() if drafter == "suffix" else bass.FeatureDrafter(feature_head(target))
+    drafts = {"suffix": bass.SuffixDrafter(), "layers": LayerSkipDrafter(1)}
+    draft = bass.FeatureDrafter(feature_head(target)) if drafter == "features" else drafts[drafter]
     options = {"draft_length": 3, "eos_token_id": (), "compile": compile, "max_batch_size": 3}
     out = bass.generate(bass.ModelPair(target, draft), prompts, max_new_tokens=12, **options)
     assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]

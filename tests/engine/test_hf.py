@@ -106,8 +106,9 @@ def test_eos_is_never_a_bad_word():
     assert "eos" in out.finish_reasons
 
 
-def test_repetition_penalty_ignores_padding():
-    options = {"max_new_tokens": NEW, "repetition_penalty": 1.4, "eos_token_id": None, "pad_token_id": PAD}
+@pytest.mark.parametrize("penalty", [1.4, 0.7])
+def test_repetition_penalty_ignores_padding(penalty):
+    options = {"max_new_tokens": 24, "repetition_penalty": penalty, "eos_token_id": None, "pad_token_id": PAD}
     for prompt, row in zip(PROMPTS, by_bass(**options), strict=True):
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 

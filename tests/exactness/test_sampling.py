@@ -1,8 +1,6 @@
 import pytest
 import torch
-from tiny import assert_greedy, ragged_prompts, tiny_model
 
-import bass_core as bass
 from bass_core.exactness.sampling import SamplingParams, probabilities, seen_after
 from bass_lab.checks.tabular import transformers_law
 
@@ -48,11 +46,3 @@ def test_seen_after_has_every_earlier_token_and_no_later_one():
     seen[0, 4] = True
     found = seen_after(seen, torch.tensor([[2, 0]]))
     assert found[0].nonzero().tolist() == [[0, 4], [1, 2], [1, 4], [2, 0], [2, 2], [2, 4]]
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.7])
-def test_greedy_with_repetition_penalty_equals_transformers(penalty):
-    target, draft = tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1)
-    prompts, options = ragged_prompts(5, 11, 3, 17), {"repetition_penalty": penalty}
-    out = bass.generate(bass.ModelPair(target, draft), prompts, max_new_tokens=24, eos_token_id=(), **options)
-    assert_greedy(out, target, prompts, 24, **options)
