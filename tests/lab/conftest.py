@@ -1,6 +1,7 @@
 import functools
 
 import pytest
+import sweeps
 from tiny import tiny_model
 
 import bass_core as bass
@@ -30,3 +31,8 @@ def pairs_are_read_once():
 @pytest.fixture(scope="session")
 def tiny_pair():
     return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    return sweeps.stub(tmp_path)

@@ -23,11 +23,6 @@ NEW = 4
 
 
 @pytest.fixture(scope="module")
-def tiny_pair():
-    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-
-
-@pytest.fixture(scope="module")
 def sampled(tiny_pair):
     return recording.record(
         tiny_pair, ragged_prompts(4, 9, 6), samples=2, max_new_tokens=16, temperature=0.8, seed=3, rollout=5

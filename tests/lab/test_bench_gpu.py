@@ -173,19 +173,13 @@ def test_draft_length_policy_of_a_method():
 def test_costs_include_time_beyond_the_roofline():
     launches = {"target_launch": 1.5e-3, "target_token": 1e-4, "draft_launch": 5e-4, "overhead": 3e-4}
     roof, real = roofline_costs(), roofline_costs(**launches)
-    lines = [
-        {"step": step, "kind": kind, "row": row, "drafted": k, "kv_length": 577 + 8 * step}
-        | {f"{part}_ms": 1e3 * seconds for part, seconds in parts.items()}
-        for step, (kind, k) in enumerate([("prefill", 0), ("decode", 5), ("decode", 5), ("decode", 3), ("decode", 0)])
-        for row in range(8)
-        for parts in [
-            {
-                "draft": real.draft(8, k, 576 + 8 * step),
-                "verify": real.target(8, k + 1, 576 + 8 * step),
-                "other": real.overhead(8, k),
-            }
-        ]
-    ]
+    lines = []
+    for step, (kind, k) in enumerate([("prefill", 0), ("decode", 5), ("decode", 5), ("decode", 3), ("decode", 0)]):
+        kv = 576 + 8 * step
+        seconds = {"draft": real.draft(8, k, kv), "verify": real.target(8, k + 1, kv), "other": real.overhead(8, k)}
+        times = {f"{part}_ms": 1e3 * each for part, each in seconds.items()}
+        own = {"step": step, "kind": kind, "drafted": k, "kv_length": kv + 1} | times
+        lines += [own | {"row": row} for row in range(8)]
     assert decoding.beyond(roof, pd.DataFrame(lines)) == pytest.approx(launches)
     assert policy_of(batched(0.8), 8, real, 576) < policy_of(batched(0.8), 8, roof, 576) == 8
 

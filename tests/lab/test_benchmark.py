@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import record_lines
 import torch
+from commands import invoke
 from recording import use_on_cpu
 from tiny import BYTES, byte_tokenizer, tiny_model
-from typer.testing import CliRunner
 
 from bass_core import ModelPair, generate, load_pair
 from bass_core.drafters import NgramDrafter, SuffixDrafter
@@ -18,7 +18,6 @@ from bass_core.loading.measured_costs import costs_like
 from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab import kept_session
-from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
 from bass_lab.measure.ratios import Ratio
@@ -232,16 +231,16 @@ def test_impossible_record_is_refused(lines, change, message):
 def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     path = tmp_path / "r.jsonl"
     options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "3", "--methods", "batched"]
-    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
+    done = invoke("bench", *options, "--methods", "regular", "--record", path, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
     path.write_text(path.read_text() + '{"method": "reg')  # a killed run
-    done = CliRunner().invoke(main.app, ["bench", *options[:-1], "regular", "--record", str(path)])
+    done = invoke("bench", *options[:-1], "regular", "--record", path)
     assert "over regular" in done.stdout and "2/2" in done.stdout
-    checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
+    checked = invoke("bench", "--record", path, "--check-only")
     assert checked.exit_code == 0 and "3 lines" in checked.stderr and checked.stdout == ""
     path.write_text(path.read_text().replace('"batch": 2', '"batch": "two"'))
-    refused = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
+    refused = invoke("bench", "--record", path, "--check-only")
     assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")
 
 
@@ -249,7 +248,7 @@ def test_inexact_rows_are_an_exit_code_and_no_record(monkeypatch, tmp_path):
     alone = benchmark.greedy_alone
     monkeypatch.setattr(benchmark, "greedy_alone", lambda *given, **how: [row + 1 for row in alone(*given, **how)])
     options = ["--rows", "1", "--prompts", "mini", "--methods", "regular", "--repeats", "1", "--max-new-tokens", "4"]
-    done = CliRunner().invoke(main.app, ["bench", *options, "--record", str(tmp_path / "speed.jsonl")])
+    done = invoke("bench", *options, "--record", tmp_path / "speed.jsonl")
     assert done.exit_code == 1 and "0/1" in done.stdout and not (tmp_path / "speed.jsonl").exists()
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from commands import invoke
 from recording import count_ahead, use_on_cpu
 from tiny import tiny_model
-from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core.drafters import NgramDrafter
@@ -16,7 +16,6 @@ from bass_core.loading.measured_costs import check_costs, costs_for
 from bass_core.loop.phases import Stopwatch
 from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
-from bass_lab.cli import main
 from bass_lab.drafters import LayerSkipDrafter
 from bass_lab.study import calibration, cost_check
 from bass_lab.study.calibration import Turn
@@ -26,16 +25,11 @@ SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "
 LEAST = {"batches": (1, 2), "query_lengths": (1, 2), "kv_lengths": (8,), "seconds": 0.0}
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
-
-
-def test_calibration_measures_every_point(pair, monkeypatch):
+def test_calibration_measures_every_point(tiny_pair, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    before = pair.target.config._attn_implementation, len(pair.target._forward_hooks)
-    measured = calibration.calibrate(pair, **SMALL)
+    before = tiny_pair.target.config._attn_implementation, len(tiny_pair.target._forward_hooks)
+    measured = calibration.calibrate(tiny_pair, **SMALL)
     axes = {"batch": SMALL["batches"], "query_length": SMALL["query_lengths"], "kv_length": SMALL["kv_lengths"]}
     assert measured.target_passes.axes == axes
     phases = {"batch": (1, 2), "draft_length": (1, 2, 4), "kv_length": SMALL["kv_lengths"]}
@@ -43,11 +37,11 @@ def test_calibration_measures_every_point(pair, monkeypatch):
     assert measured.overheads.axes == {"batch": (1, 2), "draft_length": (0, 1, 2, 4)}
     for found in (measured.target_passes, measured.draft_phases, measured.overheads):
         assert (found.seconds > 0).all()
-    check_costs(measured, pair)
+    check_costs(measured, tiny_pair)
     assert measured.measured["dtype"] == "float32" and measured.acceptance is None  # no tokenizer
     assert not measured.is_synthetic and measured.kv_of_rows == "max" and measured.measured["device"] != "a GPU"
     assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1
-    assert (pair.target.config._attn_implementation, len(pair.target._forward_hooks)) == before
+    assert (tiny_pair.target.config._attn_implementation, len(tiny_pair.target._forward_hooks)) == before
 
 
 def test_calibration_counts_accepted_drafts(monkeypatch):
@@ -63,10 +57,10 @@ def test_calibration_counts_accepted_drafts(monkeypatch):
     assert calibration._acceptance(pair) is None  # the texts do not fit
 
 
-def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
+def test_recorded_steps_are_timed_by_their_phases(tiny_pair, monkeypatch):
     use_on_cpu(monkeypatch)
     shape = {"batches": (1, 2), "query_lengths": (1, 2, 3), "kv_lengths": (24, 48)}
-    found = calibration.calibrate(pair, **shape, seconds=0)
+    found = calibration.calibrate(tiny_pair, **shape, seconds=0)
     assert found.measured["compile"] == "graphs"
     assert found.target_passes.axes == {"batch": (1, 2), "query_length": (1, 2, 3), "kv_length": (24, 48)}
     assert found.draft_phases.axes == {"batch": (1, 2), "draft_length": (1, 2), "kv_length": (24, 48)}
@@ -74,7 +68,7 @@ def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
     assert found.measured["samples"]["least"] >= calibration.REPLAYS
 
 
-def test_captured_rows_surround_the_kv_length(pair, monkeypatch):
+def test_captured_rows_surround_the_kv_length(tiny_pair, monkeypatch):
     use_on_cpu(monkeypatch)
     ahead, made = count_ahead(monkeypatch), []
 
@@ -84,20 +78,20 @@ def test_captured_rows_surround_the_kv_length(pair, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(calibration, "Session", Kept)
-    counted = list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
+    counted = list(calibration._recorded_steps(tiny_pair, 2, 40, [0, 1, 3]))
     steps = made[0].trace.steps.query("kind == 'decode'")
     assert steps.groupby("step").k.unique().map(list).tolist() == 6 * [[0]] + 5 * [[1]] + 5 * [[3]]
     assert (steps.query("row == 0").kv_length - 1).tolist() == list(range(33, 49))  # 40 in the middle
     assert sum(name == "overheads" and k == 0 for name, (_, k, *_), _ in counted) == 3
     assert ahead == {"launched": 4}  # the capturing step launches the first
-    costs = calibration.calibrate(pair, (1, 2), (1, 3), (24,), seconds=0)
+    costs = calibration.calibrate(tiny_pair, (1, 2), (1, 3), (24,), seconds=0)
     for k in (0, 2):
         ahead.clear()
-        cost_check.check(costs, pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=10)
+        cost_check.check(costs, tiny_pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=10)
         assert (ahead["launched"] > 0) == (k == 0)
 
 
-def test_overhead_includes_drafts_without_a_table(pair, monkeypatch):
+def test_overhead_includes_drafts_without_a_table(monkeypatch):
     use_on_cpu(monkeypatch)
     drafting = bass.ModelPair(tiny_model(), LayerSkipDrafter(1))
     found = pd.DataFrame(calibration._recorded_steps(drafting, 2, 40, [0, 8]), columns=["table", "point", "seconds"])
@@ -106,7 +100,7 @@ def test_overhead_includes_drafts_without_a_table(pair, monkeypatch):
     assert rest[2, 8] > 2 * rest[2, 0]  # eight passes
 
 
-def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch):
+def test_calibration_separates_passes_from_the_rest_of_a_step(tiny_pair, monkeypatch):
     """Every forward pass advances the clock by its tokens, and every reading advances the clock a little."""
     now = 0.0
 
@@ -119,7 +113,7 @@ def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch)
         nonlocal now
         now += tokens
 
-    for model, each in ((pair.target, 1.0), (pair.draft, 0.01)):
+    for model, each in ((tiny_pair.target, 1.0), (tiny_pair.draft, 0.01)):
         original = model.forward
 
         def forward(*args, original=original, each=each, **kwargs):
@@ -128,13 +122,13 @@ def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch)
 
         monkeypatch.setattr(model, "forward", forward)
     monkeypatch.setattr("time.perf_counter", read)
-    cost = calibration.calibrate(pair, **SMALL)
+    cost = calibration.calibrate(tiny_pair, **SMALL)
     assert cost.target(2, 6, 32) == pytest.approx(12, abs=1e-4)
     assert cost.draft(2, 3, 8) == pytest.approx(0.08, abs=1e-4)  # (2 + 1 + 1) tokens of two rows
     assert cost.overhead(2, 4) < 1e-3
 
 
-def test_passes_use_a_mask_and_steps_the_default_policy(pair, monkeypatch):
+def test_passes_use_a_mask_and_steps_the_default_policy(tiny_pair, monkeypatch):
     met, chosen, feed, goodputs = set(), [], Runner.feed, Goodput.goodputs
 
     def fed(self, ids, starts, lengths, *, starts_host, **options):
@@ -146,11 +140,11 @@ def test_passes_use_a_mask_and_steps_the_default_policy(pair, monkeypatch):
         return goodputs(self, rows)
 
     monkeypatch.setattr(Runner, "feed", fed)
-    calibration.calibrate(pair, **LEAST)
+    calibration.calibrate(tiny_pair, **LEAST)
     together = {starts for starts in met if len(starts) == 2 and starts[0] > 0}  # a start at 0 reads prompts
     assert (8, 7) in together and all(first != second for first, second in together)
     monkeypatch.setattr(Goodput, "goodputs", choose)
-    lengths = [k for _, (_, k), _ in calibration._steps(Stopwatch(pair.device), pair, 2, (0, 1, 3))]
+    lengths = [k for _, (_, k), _ in calibration._steps(Stopwatch(tiny_pair.device), tiny_pair, 2, (0, 1, 3))]
     assert lengths == [0, 1, 3] and chosen == [2, 2]
 
 
@@ -163,7 +157,7 @@ def test_calibration_without_a_separate_draft_model():
     assert (cost.draft_phases.seconds > 0).all() and (cost.overheads.seconds > 0).all()
 
 
-def test_impossible_grids_are_refused(pair):
+def test_impossible_grids_are_refused(tiny_pair):
     for options, reason in (
         ({"kv_lengths": (8, 91)}, "exceed the context of 96"),
         ({"batches": (2, 2)}, "batches must be increasing"),
@@ -171,9 +165,9 @@ def test_impossible_grids_are_refused(pair):
         ({"batches": (0, 1)}, "batches must be >= 1"),
     ):
         with pytest.raises(ValueError, match=reason):
-            calibration.calibrate(pair, **SMALL | options)
+            calibration.calibrate(tiny_pair, **SMALL | options)
     options = SMALL | {"kv_lengths": None, "batches": (1,), "query_lengths": (1,)}  # default lengths fit the context
-    assert calibration.calibrate(pair, **options).target_passes.axes["kv_length"] == (64,)
+    assert calibration.calibrate(tiny_pair, **options).target_passes.axes["kv_length"] == (64,)
 
 
 def test_short_turns_and_rare_points_come_more_often(monkeypatch):
@@ -218,8 +212,7 @@ def command(caches, monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
 
     def run(*arguments):
-        asked = ["calibrate", *arguments, "--rows", "2", "--seconds", "0", "--check", "--json"]
-        result = CliRunner().invoke(main.app, asked)
+        result = invoke("calibrate", *arguments, "--rows", 2, "--seconds", 0, "--check", "--json")
         assert result.exit_code == 0, result.output
         return result, json.loads(result.stdout)
 

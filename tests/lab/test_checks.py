@@ -2,15 +2,14 @@ import json
 
 import pytest
 import torch
+from commands import invoke
 from tiny import ragged_prompts, tiny_model
-from typer.testing import CliRunner
 
 import bass_core as bass
 import bass_lab as lab
 from bass_core.exactness import randomness, verification
 from bass_core.loop.step import EagerStep
 from bass_lab.checks import exactness, four_checks, plain_decoding
-from bass_lab.cli import main
 
 NAMES = ["greedy identity", "sampled law", "coupled identity", "bfloat16 divergences"]
 
@@ -38,12 +37,7 @@ def test_healthy_engine_passes():
     assert list(report.table().columns) == ["check", "passed", "tested", "seconds"]
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return bass.ModelPair(tiny_model(**ONE), tiny_model(**ONE, noise=0.1))
-
-
-def test_rejected_token_redrawn_from_p_is_caught(pair, monkeypatch):
+def test_rejected_token_redrawn_from_p_is_caught(tiny_pair, monkeypatch):
     """The residual max(0, p - q) is ignored. Only sampled text changes."""
     decide = verification.token
 
@@ -52,11 +46,11 @@ def test_rejected_token_redrawn_from_p_is_caught(pair, monkeypatch):
         return verification.Outcome(accepted, randomness.draw(p[torch.arange(len(p)), accepted], keys.target()))
 
     monkeypatch.setitem(verification.RULES, "token", from_p)
-    assert verdicts(pair, ragged_prompts(4, 7)) == dict.fromkeys(NAMES, True) | {"sampled law": False}
+    assert verdicts(tiny_pair, ragged_prompts(4, 7)) == dict.fromkeys(NAMES, True) | {"sampled law": False}
 
 
 @pytest.mark.slow
-def test_bug_of_temperature_alone_is_caught(pair, monkeypatch):
+def test_bug_of_temperature_alone_is_caught(tiny_pair, monkeypatch):
     decide = verification.token
 
     def colder(drafted, lengths, q, p, keys):
@@ -65,11 +59,11 @@ def test_bug_of_temperature_alone_is_caught(pair, monkeypatch):
         return decide(drafted, lengths, q, p, keys)
 
     monkeypatch.setitem(verification.RULES, "token", colder)
-    report = lab.verify(pair, **FEW)
+    report = lab.verify(tiny_pair, **FEW)
     assert report.checks[1].details["rejected"] == ["temperature alone"]
 
 
-def test_lost_cache_entry_is_caught(pair, monkeypatch):
+def test_lost_cache_entry_is_caught(tiny_pair, monkeypatch):
     """Losing the last draft token's keys leaves a stale position after a fully accepted draft."""
     original = EagerStep.target_pass
 
@@ -84,7 +78,7 @@ def test_lost_cache_entry_is_caught(pair, monkeypatch):
         return logits
 
     monkeypatch.setattr(EagerStep, "target_pass", lossy)
-    assert verdicts(pair) == dict.fromkeys(NAMES, False)
+    assert verdicts(tiny_pair) == dict.fromkeys(NAMES, False)
 
 
 @pytest.mark.ci
@@ -137,8 +131,7 @@ def test_command_checks_a_target(tmp_path):
     tokenizer = bass.load_pair().tokenizer
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    arguments = ["verify", "--target", str(tmp_path), "--samples", "1000", "--json"]
-    document = json.loads(CliRunner().invoke(main.app, arguments).stdout)
+    document = json.loads(invoke("verify", "--target", tmp_path, "--samples", 1000, "--json").stdout)
     assert document["verdict"] == "PASS" and len(document["checks"]) == 4
 
 
@@ -151,7 +144,7 @@ def test_command_prints_the_verdicts(monkeypatch, passed, word):
         return exactness.Report("a pair", [check])
 
     monkeypatch.setattr(exactness, "verify", verify)
-    result = CliRunner().invoke(main.app, ["verify", "--prompt", "a prompt", "--samples", "2000"])
+    result = invoke("verify", "--prompt", "a prompt", "--samples", 2000)
     assert result.exit_code == (not passed) and given == [(["a prompt"], 2000)]
     assert f"{word}  greedy identity" in result.stdout and result.stdout.endswith(f"\n{word}\n")
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 import sweeps
 from recording import use_on_cpu
 from tiny import ragged_prompts, tiny_model
+from waiting import until
 
 import bass_core as bass
 from bass_lab.gpu import parts, stages
@@ -72,10 +72,8 @@ def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
     monkeypatch.setitem(stages.STAGES, "tests", stage)
     summary = stages.run("tests", tmp_path, seconds=1.5)
     assert summary["code"] == code and summary["files"] == {"tests.jsonl": "missing"}
-    until, child = time.monotonic() + 10, int(mark.read_text())
-    while sweeps.alive(child) and time.monotonic() < until:  # a signal takes a moment
-        time.sleep(0.01)
-    assert not sweeps.alive(child)
+    child = int(mark.read_text())
+    until(lambda: not sweeps.alive(child), 10)  # a signal takes a moment
 
 
 def test_stage_without_its_packages_is_left_out(monkeypatch, tmp_path):

@@ -21,11 +21,6 @@ def same_code(monkeypatch):
     monkeypatch.setattr(run_process, "code_version", lambda: "same code")
 
 
-@pytest.fixture
-def notebook(tmp_path):
-    return sweeps.stub(tmp_path)
-
-
 def with_parameters(folder, more):
     stub = sweeps.stub(folder)
     cells = nbformat.read(stub, as_version=4)
