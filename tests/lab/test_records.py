@@ -117,7 +117,12 @@ def test_records_folder_is_the_package_or_the_environments(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BASS_RECORDS", raising=False)
     assert records.shipped("embedded_cpu.jsonl").is_file() and records.shipped("latency_sweep").is_dir()
-    assert len(lab.load_records()) > 1000
+    table = lab.load_records()
+    speeds = table[table.source == "embedded_cpu.jsonl"]
+    assert len(speeds) == len(records.shipped("embedded_cpu.jsonl").read_text().splitlines())
+    assert (speeds.identical == speeds.rows).all() and "quality_embedded_cpu/single.jsonl" in set(table.source)
+    with pytest.raises(FileNotFoundError):
+        lab.load_records("nowhere")
     (tmp_path / "mine.jsonl").write_text(json.dumps(LINE) + "\n")
     monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     assert len(lab.load_records()) == 1

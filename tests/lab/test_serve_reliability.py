@@ -1,7 +1,6 @@
 """`bass serve` with bad requests, full queues, deadlines, bad logits, a dead engine, and signals."""
 
 import json
-import os
 import random
 import resource
 import signal
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
+import sweeps
 import torch
 from commands import invoke
 from serving import PROMPT, held, post, process, raw, served
@@ -444,17 +444,10 @@ def test_killed_client_leaves_no_rows_and_killed_server_no_process():
         client.communicate()
         until(lambda: httpx.get(f"{address}/health", trust_env=False, verify=False).json()["rows"] == 0, 5)
         assert post(address, prompt=PROMPT, max_tokens=4).status_code == 200
-        group = os.getpgid(child.pid)
+        processes = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
         child.kill()
         child.wait(10)
-        until(lambda: not [each for each in psutil.process_iter() if in_group(each.pid, group)], 5)
-
-
-def in_group(pid: int, group: int) -> bool:
-    try:
-        return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
+        until(lambda: not any(map(sweeps.alive, processes)), 5)
 
 
 @pytest.mark.slow

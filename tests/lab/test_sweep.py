@@ -20,14 +20,8 @@ from waiting import until
 
 import bass_lab as lab
 from bass_lab.cli.main import app
-from bass_lab.measure import records
 from bass_lab.show import pages
 from bass_lab.sweep import executors, parameters, planning, run_process, store
-
-
-@pytest.fixture
-def notebook(tmp_path):
-    return sweeps.stub(tmp_path)
 
 
 def started(path):
@@ -49,23 +43,10 @@ def sizes(folder):
 @pytest.mark.ci
 def test_kill_at_any_step_of_writing_leaves_whole_results(notebook, tmp_path):
     plan, step, done_before = planning.plan(notebook, ["size=1,2,3"]), 0, set()
-
-    def killed_at(step, folder):
-        left = step
-
-        def count(event, arguments):
-            nonlocal left
-            if event.split(".")[0] in ("open", "os", "shutil") and str(folder) in str(arguments):
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        planning.run(plan, folder, sweeps.Instant())
-
     while True:
         folder = tmp_path / f"killed-{step}"
-        _, status = os.waitpid(sweeps.forked(lambda folder=folder, step=step: killed_at(step, folder)), 0)
+        run = lambda folder=folder: planning.run(plan, folder, sweeps.Instant())  # noqa: E731
+        status = sweeps.killed_after(step, run, folder)
         survivors = set(sizes(folder)) if (folder / store.SWEEP).exists() else set()
         done_before.add(len(survivors))
         executor = sweeps.Instant()
@@ -91,16 +72,11 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def small_disk_free(place):
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
-
-
 def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
     out, filler = small_disk / "out", small_disk / "filler"
     plan, done_before = planning.plan(notebook, ["size=1,2,3,4"]), set()
     for free in range(0, 160_000, 16_384):  # from no free page to enough
-        filler.write_bytes(bytes(small_disk_free(small_disk) - free))
+        filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - free))
         try:
             planning.run(plan, out, sweeps.Instant())
         except planning.SweepStopped as stop:
@@ -120,7 +96,7 @@ def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
 @pytest.mark.slow
 def test_full_disk_in_a_run_differs_from_a_failing_cell(notebook, small_disk):
     out = small_disk / "out"
-    (small_disk / "filler").write_bytes(bytes(small_disk_free(small_disk) - 10 * 4096))
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 10 * 4096))
     done = invoke("sweep", notebook, "-p", "size=1,2,3", "--out", out)
     assert done.exit_code == 1 and "stopped: disk full: " in done.output and "free some space" in done.output
     survivors = sizes(out)
@@ -373,16 +349,6 @@ def test_records_of_a_run_must_be_lines_of_json(notebook, tmp_path, text, error)
         assert list(table.status) == ["failed"] and error in table.error[0]
     else:
         assert list(table.status) == ["done"] and lab.load_records(tmp_path / "out").t.tolist() == ["a\u2028b\x85c"]
-
-
-def test_shipped_records_are_one_table():
-    table = lab.load_records()
-    assert {"embedded_cpu.jsonl", "quality_embedded_cpu/single.jsonl"} <= set(table.source)
-    speeds = table[table.source == "embedded_cpu.jsonl"]
-    assert len(speeds) == len((records.SHIPPED / "embedded_cpu.jsonl").read_text().splitlines())
-    assert (speeds.identical == speeds.rows).all() and speeds.over_regular.notna().all()
-    with pytest.raises(FileNotFoundError):
-        lab.load_records("nowhere")
 
 
 @pytest.mark.ci

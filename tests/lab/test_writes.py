@@ -4,7 +4,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -76,31 +75,11 @@ def test_full_disk_leaves_the_old_file(tmp_path, name, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
-def killed_after(steps, action):
-    """Run an action in a process, kill the process after `steps` file operations, and return the exit status."""
-
-    def counted():
-        left = steps
-
-        def count(event, arguments):
-            nonlocal left
-            if event.split(".")[0] in ("open", "os", "fcntl"):
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        fsync, os.fsync = os.fsync, lambda file: (count("os.fsync", ()), fsync(file))
-        sys.addaudithook(count)
-        action()
-
-    return os.waitpid(sweeps.forked(counted), 0)[1]
-
-
 def test_kill_leaves_the_old_file_or_the_new_one(tmp_path):
     path, found = tmp_path / "file", []
     for step in range(100):
         write_whole(path, "old\n" * 1000)
-        ended = killed_after(step, lambda: write_whole(path, "new\n" * 1000))
+        ended = sweeps.killed_after(step, lambda: write_whole(path, "new\n" * 1000))
         assert path.read_text() in ("old\n" * 1000, "new\n" * 1000)
         found.append(path.read_text()[:3])
         if ended == 0:

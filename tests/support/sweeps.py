@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +93,27 @@ def forked(action: Callable[[], None]) -> int:
         os._exit(exit.code or 0)
     finally:
         os._exit(99)
+
+
+def killed_after(steps: int, action: Callable[[], None], within: Path | str = "") -> int:
+    """Run an action in a fork, kill the fork after `steps` file operations on paths with `within`, and return the exit
+    status."""
+
+    def counted():
+        left = steps
+
+        def count(event, arguments):
+            nonlocal left
+            if event.split(".")[0] in ("open", "os", "shutil", "fcntl") and str(within) in str(arguments):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        fsync, os.fsync = os.fsync, lambda file: (count("os.fsync", ()), fsync(file))
+        sys.addaudithook(count)
+        action()
+
+    return os.waitpid(forked(counted), 0)[1]
 
 
 def alive(process: int) -> bool:
