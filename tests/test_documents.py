@@ -21,7 +21,9 @@ HUB = {"7B": "target", "0.5B": "draft"}  # embedded model for a hub model of thi
 CHAT = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")
 WITH_PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
-BY_RING = [name if name == "README.md" else pytest.param(name, marks=pytest.mark.ci) for name in WITH_PROGRAMS]
+SLOW = [name for name in WITH_PROGRAMS if any(block.slow for block in blocks(name, "python"))]
+PROGRAMS = [pytest.param(name, False, marks=[pytest.mark.ci] * (name != "README.md")) for name in WITH_PROGRAMS]
+PROGRAMS += [pytest.param(name, True, marks=pytest.mark.slow) for name in SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,9 @@ def desk(tmp_path_factory):
     return folder
 
 
-def run(document: str, *, slow: bool) -> None:
+@pytest.mark.parametrize(("document", "slow"), PROGRAMS)
+def test_programs_run(document, slow, desk, monkeypatch):
+    monkeypatch.chdir(desk)
     names: dict = {"__name__": document}
     for block in blocks(document, "python"):
         if block.slow and not slow:
@@ -46,19 +50,6 @@ def run(document: str, *, slow: bool) -> None:
             exec(compile("\n" * (block.line - 1) + block.text, ROOT / document, "exec"), names)
         if block.output is not None:
             assert said.getvalue().split() == block.output.split()
-
-
-@pytest.mark.parametrize("document", BY_RING)
-def test_programs_run(document, desk, monkeypatch):
-    monkeypatch.chdir(desk)
-    run(document, slow=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("document", [name for name in WITH_PROGRAMS if any(b.slow for b in blocks(name, "python"))])
-def test_slow_programs_run(document, desk, monkeypatch):
-    monkeypatch.chdir(desk)
-    run(document, slow=True)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -103,12 +103,6 @@ def traced(function: Callable[[], None], met: Callable[[Line], None]) -> None:
         sys.settrace(None)
 
 
-def lines_of_a_run(pair: bass.ModelPair, run: type = Run) -> list[Line]:
-    lines: dict[Line, None] = {}
-    traced(run(pair).to_the_end, lambda line: lines.setdefault(line))
-    return list(lines)
-
-
 def interrupted(run: Run, pending: set[Line]) -> Line | None:
     """Interrupt the run at the first pending line. Return the line, or None at the end of the run."""
     found = None
@@ -141,7 +135,9 @@ def test_session_interrupted_at_any_line_continues_or_refuses(monkeypatch, draft
     training = [module.training for module in pair.target.modules()]
     undisturbed = make(pair)
     run_to_the_end(undisturbed.session)
-    expected, lines = undisturbed.results(), lines_of_a_run(pair, make)
+    expected, met = undisturbed.results(), {}
+    traced(make(pair).to_the_end, met.setdefault)
+    lines: list[Line] = list(met)
     assert len(lines) > 200 and sum(file.endswith("batch.py") for file, _ in lines) > 60
     assert not ahead or seen["launched"] > seen["taken back"] > 0
     logits = [logits_of(model) for model in pair.models]

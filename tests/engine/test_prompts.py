@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from recording import texts
 from tiny import BYTES, byte_tokenizer, forward_passes, tiny_model
 
 import bass_core as bass
@@ -92,9 +93,7 @@ def test_session_takes_the_same_prompts():
     with bass.Session(PAIR, eos_token_id=()) as session:
         forms = (ASKED, TOKENIZER("a"), "a", np.array([ids_of("a")]))
         rows = [session.submit(prompt, max_new_tokens=4) for prompt in forms]
-        while not session.idle:
-            session.step()
-        chat, first, second, third = (session.result(row).sequence.tolist() for row in rows)
+        chat, first, second, third = texts(session, rows)
     assert first == second == third
     assert chat == bass.generate(PAIR, ASKED, max_new_tokens=4, eos_token_id=()).sequences[0].tolist()
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from recording import use_fixed_steps, use_on_cpu
+from recording import texts, use_fixed_steps, use_on_cpu
 from sessions import PAIR, TARGET, alone, run_to_the_end, session_over
 from tiny import ragged_prompts
 from trial_policies import StopWhenUnsure
@@ -90,14 +90,6 @@ def test_recorded_steps_before_and_after_a_row_with_own_options(monkeypatch):
 SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in enumerate(WAYS)]
 
 
-def seeded_alone(index: int, **options) -> list[int]:
-    """Return the text of a seeded row from a separate session, with another row number."""
-    session = session_over(max_batch_size=1, **options)
-    handle = session.submit(PROMPTS[index], max_new_tokens=NEW, row=99, **SEEDED[index])
-    run_to_the_end(session)
-    return session.result(handle).sequence.tolist()
-
-
 @pytest.mark.parametrize(
     ("rule", "compile"),
     [("token", "graphs"), ("block", "off"), pytest.param("coupled", "graphs", marks=pytest.mark.ci)],
@@ -105,18 +97,19 @@ def seeded_alone(index: int, **options) -> list[int]:
 def test_seeded_samples_equal_a_separate_session(monkeypatch, rule, compile):
     use_on_cpu(monkeypatch)
     found = mixed(SEEDED, verification=rule, compile=compile, temperature=0.6, seed=1)
-    for index, row in enumerate(found):
-        assert row.sequence.tolist() == seeded_alone(index, verification=rule, temperature=0.6), SEEDED[index]
+    for prompt, way, row in zip(PROMPTS, SEEDED, found, strict=True):
+        session = session_over(max_batch_size=1, verification=rule, temperature=0.6)
+        handle = session.submit(prompt, max_new_tokens=NEW, row=99, **way)  # another row number
+        assert [row.sequence.tolist()] == texts(session, [handle]), way
 
 
 def test_seed_and_sample_name_the_text():
     session = session_over(max_batch_size=6, temperature=0.9, seed=4)
     own = [{"row": 6}, {"sample": 6}, *({"seed": seed, "sample": n} for seed, n in ((7, 0), (7, 0), (7, 1), (8, 0)))]
     rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **each) for each in own]
-    run_to_the_end(session)
-    texts = [session.result(row).sequence.tolist() for row in rows]
-    assert texts[0] == texts[1] == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
-    assert texts[2] == texts[3] and len(set(map(tuple, texts))) == 4
+    found = texts(session, rows)
+    assert found[0] == found[1] == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+    assert found[2] == found[3] and len(set(map(tuple, found))) == 4
 
 
 LAWS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.3, "repetition_penalty": 1.5}]

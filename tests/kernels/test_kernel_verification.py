@@ -185,10 +185,7 @@ def test_slots_that_a_row_did_not_submit_never_matter(draft, temperature):
     assert_same(verify(logits, drafted, submitted, q, u, *rest), expected)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "fault"),
-    [(0, "one NaN"), (0.7, "all NaN"), (1, "one inf"), (0, "all -inf")],
-)
+@pytest.mark.parametrize(("temperature", "fault"), [(0, "one NaN"), (0.7, "all NaN"), (1, "one inf"), (0, "all -inf")])
 def test_slot_without_numbers_clears_finite_of_its_row_alone(temperature, fault):
     arguments, _ = step(4, 3, 1500, temperature=temperature, seed=6)
     logits, _, submitted, *_ = arguments

@@ -9,7 +9,7 @@ import functools
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -348,8 +348,8 @@ def said(error: Exception) -> str:
 COLUMNS = ("kind", "outcome", "path", "longrope", "reason")
 
 
-def cells(finding: Finding) -> tuple[str, ...]:
-    return tuple(getattr(finding, name) for name in COLUMNS)
+def cells(finding: Finding, columns: Sequence[str] = COLUMNS) -> list[str]:
+    return [getattr(finding, name) for name in columns]
 
 
 def counts(findings: list[Finding]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import models_page
 import torch
-from kinds import NEW, TOKENS, Finding, counts, decoded, said, shrunk
+from kinds import NEW, TOKENS, Finding, cells, counts, decoded, said, shrunk
 from tiny import ragged_prompts
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -57,9 +57,5 @@ def find(kind: str) -> Finding:
     return replace(finding, outcome="wrong")
 
 
-def cells(finding: Finding) -> list[str]:
-    return [getattr(finding, name) for name in COLUMNS]
-
-
 def page(findings: list[Finding]) -> str:
-    return f"{counts(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"
+    return f"{counts(findings)}\n\n{models_page.table(COLUMNS, [cells(finding, COLUMNS) for finding in findings])}"

@@ -55,10 +55,7 @@ _OPTIONS = {  # architecture: model type and options
         | {"attention_types": [[["global", "local"], 1]]},
     ),
     **{name: (name, _GPT_LIKE | {"rotary_dim": 4}) for name in ("codegen", "gptj")},
-    "falcon": (
-        "falcon",
-        _COMMON | _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
-    ),
+    "falcon": ("falcon", _COMMON | _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
     "deepseek_v3": ("deepseek_v3", _LLAMA_LIKE | _LATENT),
     "bloom": ("bloom", _COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "bamba": (
