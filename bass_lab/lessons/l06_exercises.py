@@ -34,7 +34,7 @@ def _gap_cases() -> Iterator[Case]:
         starts = [chance.randint(0, 60) for _ in range(chance.randint(1, 12))]
         drawn.append((f"random case {number}", [(start, start + chance.randint(1, 12)) for start in starts]))
     for name, intervals in drawn:
-        yield name, (list(intervals),), partial(equals, _idle(intervals))
+        yield f"{name}: {intervals}", (list(intervals),), partial(equals, _idle(intervals))
 
 
 def _idle(intervals: list[Interval]) -> int:
@@ -80,4 +80,5 @@ def _owner_cases() -> Iterator[Case]:
             next((phase for phase, start, end in ranges if start <= launches.get(number, -1) < end), None)
             for number, _ in kernels
         ]
-        yield name, (list(kernels), dict(launches), list(ranges)), partial(equals, wanted)
+        about = f"{name}: kernels {kernels}, launches {launches}, ranges {ranges}"
+        yield about, (list(kernels), dict(launches), list(ranges)), partial(equals, wanted)

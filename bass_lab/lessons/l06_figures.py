@@ -81,19 +81,14 @@ def _kernel_bars(phase: str, kernels: pd.DataFrame, zero: float) -> go.Bar:
 
 
 def step_table(profile: Profile) -> pd.DataFrame:
-    """Return per step: kind, rows, drafted, accepted, emitted, ms of each phase, kernels, gap_share."""
+    """Return per step: kind, rows, drafted, accepted, emitted, ms of each phase, kernels (CPU: operators), gap_share."""
     spans = profile.spans
     wide = spans.pivot(index="step", columns="phase", values="duration_ms")
     wide = wide.reindex(columns=[phase for phase in PHASES if phase in wide]).add_suffix(" ms")
     sums = spans.groupby("step")[["duration_ms", "kernels", "gap_ms"]].sum()
     table = profile.steps[["kind", "rows", "drafted", "accepted", "emitted"]].join(wide)
-    return table.assign(kernels=sums.kernels, gap_share=sums.gap_ms / sums.duration_ms)
-
-
-def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
-    """Return ms, share, kernels and gap_share of the decode steps, per profile and phase."""
-    parts = {name: profile.phases.loc["decode"] for name, profile in profiles.items()}
-    return pd.concat(parts, names=["profile"])[["ms", "share", "kernels", "gap_share"]]
+    counted = "kernels" if profile.on_gpu else "operators"
+    return table.assign(**{counted: sums.kernels}, gap_share=sums.gap_ms / sums.duration_ms)
 
 
 def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:

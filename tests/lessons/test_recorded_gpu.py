@@ -65,8 +65,7 @@ def test_recorded_timeline_is_drawn_like_a_live_one(record):
     timeline = record("timeline").content
     figure = l06_figures.timeline_figure(timeline)
     assert list(figure.layout.yaxis.categoryarray) == ["GPU 0, stream 7", "phase", "host"]
-    phases = timeline.phases.loc["decode"]
-    assert l06_figures.phase_table({NAME: timeline}).loc[NAME].equals(phases[["ms", "share", "kernels", "gap_share"]])
+    assert list(l06_figures.step_table(timeline).columns[-2:]) == ["kernels", "gap_share"]
 
 
 def test_kernels_are_compared_with_the_floor(record):
