@@ -25,6 +25,7 @@ from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure import benchmark
+from bass_lab.measure.ratios import half_width
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, StepWork
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
@@ -218,7 +219,7 @@ def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
     for name, part in runs.groupby("prompts", sort=False):
         formula = expected_tokens(alpha(part.k, part.accepted), part.k.max())
         for k, steps in part.groupby("k"):
-            mean, error = steps.accepted.mean(), 1.96 * steps.accepted.sem()
+            mean, error = steps.accepted.mean(), half_width(steps.accepted)
             line = {"acceptance rate": mean / k, "α": alpha(steps.k, steps.accepted), "measured": mean + 1}
             lines[name, k] = line | {"error": error, "formula": formula[k]}
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["prompts", "k"])

@@ -1,4 +1,4 @@
-"""Paired repeats of interleaved methods, and speed ratios with a confidence interval."""
+"""Paired repeats of interleaved methods, and confidence intervals of speed ratios and of means."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 Found = TypeVar("Found")
+# 97.5% quantiles of Student's t distribution with 1, 2, … degrees of freedom: scipy.stats.t.ppf(0.975, freedom)
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def half_width(values: pd.Series) -> float:
+    """Return half the width of the 95% confidence interval of the mean, by Student's t. NaN for a single value."""
+    freedom = len(values) - 1
+    few = freedom <= len(STUDENT)
+    return values.sem() * (STUDENT[freedom - 1] if few else 1.96 + 2.372 / freedom + 2.823 / freedom**2)
 
 
 def counted_repeats(

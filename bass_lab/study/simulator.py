@@ -33,6 +33,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.trace import Trace
 from bass_core.policies.costs import Cost
 from bass_core.policies.protocol import DraftLengthPolicy, as_policy
+from bass_lab.measure.ratios import half_width
 from bass_lab.study import hindsight, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, ReplayedStep, decode, step_seconds
@@ -132,7 +133,7 @@ def regret(
 
     One line per batch size and policy: means of tokens_per_step, k, seconds, seconds_per_token, bound_s
     (`hindsight.bound`: the optimum at batch 1, else a loose lower bound), schedule_s (`hindsight.schedule`) and regret,
-    with the 95% interval low … high of the regret (normal, over the repeats). The bound ignores packed passes.
+    with the 95% interval low … high of the regret (Student's t, over the repeats). The bound ignores packed passes.
     """
     lines = []
     for batch in batches:
@@ -143,7 +144,7 @@ def regret(
         for name, policy in policies.items():
             runs = _replayed(replays, policy, cost)
             ratio = runs.seconds / least - 1
-            error = 1.96 * ratio.sem()
+            error = half_width(ratio)
             means = runs[["tokens_per_step", "k", "seconds", "seconds_per_token"]].mean()
             line = {"batch": batch, "policy": name, **means}
             line |= {"bound_s": least.mean(), "schedule_s": schedule.mean(), "regret": ratio.mean()}

@@ -5,11 +5,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import record_lines
 import torch
 from commands import invoke
 from recording import use_on_cpu
+from scipy import stats
 from tiny import BYTES, byte_tokenizer, tiny_model
 
 from bass_core import ModelPair, generate, load_pair
@@ -20,7 +22,7 @@ from bass_core.session import Session
 from bass_lab import kept_session
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
-from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.ratios import Ratio, half_width
 from bass_lab.texts.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
@@ -132,6 +134,12 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
     assert low <= middle <= high
     # the median of a resample of 1 … 17 is at most 4 with probability 0.008, at most 5 with 0.036
     assert Ratio.of(np.ones(17), np.arange(1, 18)) == (9, 5, 13)
+
+
+def test_interval_of_a_mean_is_students():
+    for values in (pd.Series(np.arange(count) ** 2.0) for count in (2, 6, 10, 11, 60)):
+        wanted = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+        assert half_width(values) == pytest.approx(wanted, rel=2e-3)
 
 
 OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 6}
