@@ -85,10 +85,10 @@ def _length_cases() -> Iterator[Case]:
     for number in range(200):
         k = chance.randint(1, 12)
         steps = [chance.uniform(0, 0.6) * chance.random() for _ in range(k)]
-        seconds = [1 + sum(steps[:j]) for j in range(k + 1)]
-        drawn.append((f"random case {number}", [chance.random() ** 0.5 for _ in range(k)], seconds))
+        seconds = [round(1 + sum(steps[:j]), 3) for j in range(k + 1)]
+        drawn.append((f"random case {number}", [round(chance.random() ** 0.5, 3) for _ in range(k)], seconds))
     for name, chances, seconds in drawn:
-        yield name, (list(chances), list(seconds)), partial(_is_best, chances, seconds)
+        yield f"{name}: {chances}, {seconds}", (list(chances), list(seconds)), partial(_is_best, chances, seconds)
 
 
 def _is_best(chances: list[float], seconds: list[float], result: object) -> str:
@@ -100,6 +100,8 @@ def _is_best(chances: list[float], seconds: list[float], result: object) -> str:
     wanted = rates.index(max(rates))
     if result == wanted and not isinstance(result, bool):
         return ""
+    without = [(n - 1) / s for n, s in zip(tokens, seconds, strict=True)]
+    hint = "; perhaps the target's own token is missing" if result == without.index(max(without)) else ""
     known = isinstance(result, int) and 0 <= result < len(rates)
     about = f" ({rates[result]:.4f})" if known else ""
-    return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}"
+    return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}{hint}"

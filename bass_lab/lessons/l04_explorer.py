@@ -27,7 +27,7 @@ KINDS = {"nothing": "regular", "accepted lengths": "recovered", "costs": "accept
 LOOKS_AT = {"Algorithm 1": "accepted lengths", "transformers": "accepted lengths", "Goodput": "costs"}
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
-MODELLED, CPU = "H100 (modelled)", "CPU (measured)"
+MODELLED, CPU = "H100 (modelled)", "CPU (recorded)"
 LENGTH, SEQUENCES, REPEATS = 128, 64, 4  # of the explorer's replays
 
 

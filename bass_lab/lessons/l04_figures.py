@@ -41,7 +41,7 @@ def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -
     measured = measured_costs.costs_like(pair) if own else measured_cpu()
     if measured is None:
         raise ValueError("the costs of these models on this device are unknown; measure with `bass calibrate`")
-    known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}
+    known = {MODELLED: modelled_h100(), f"{measured.device} (recorded)": measured}
     return known if recorded is None else known | {recorded.name: recorded.content}
 
 
@@ -164,7 +164,8 @@ def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
         drawn.update(customdata=part[["speed", "k"]], hovertemplate=hover + "k %{customdata[1]:.1f}<extra></extra>")
         figure.add_trace(drawn, 1, column)
         reached = float((part.schedule_s / part.bound_s).iloc[0]) - 1
-        figure.add_vline(reached, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=column)
+        known = {"line": {"color": "black", "dash": "dash", "width": 1.5}, "name": "schedule that knew all coins"}
+        figure.add_vline(reached, **known, showlegend=column == 1, row=1, col=column)
     for kind, look in KINDS.items():
         figure.add_trace(bars(f"uses {kind}", [None], [None], look))
     figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4)
@@ -174,8 +175,8 @@ def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
 def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
     """Return throughput against the first row's end. Pareto-optimal points are filled, other points hollow."""
     figure = empty_figure(title, "end of the first row, ms", "tokens per second", 460)
-    families = {"fixed": ("fixed k", "regular"), "first": ("first_finished(sharpness)", "recovered")}
-    families |= {"last": ("last_finished(sharpness)", "accepted")}
+    families = {"fixed": ("fixed k", "regular"), "first": ("first row counts: sharpness", "recovered")}
+    families |= {"last": ("last row counts: sharpness", "accepted")}
     for family, (name, look) in families.items():
         part = found[found.family == family]
         points = curve(name, 1e3 * part.first_s, part.throughput, look, "lines+markers+text", line_dash="dot")

@@ -102,7 +102,7 @@ def explorer():
     return LengthExplorer(batch=4, repeats=2)
 
 
-@pytest.mark.parametrize("name, value", [("alpha", 0.5), ("batch", 2), ("costs", "CPU (measured)")])
+@pytest.mark.parametrize("name, value", [("alpha", 0.5), ("batch", 2), ("costs", "CPU (recorded)")])
 def test_setting_replays_and_redraws(explorer, name, value):
     before, steps = np.array(explorer.bars.data[0].x), np.array(explorer.steps.data[1].y)
     explorer.controls[name].value = value
@@ -131,7 +131,7 @@ def test_explorer_equals_the_simulator():
     "settings, message",
     [
         ({"batch": 0}, "batch must be >= 1, got 0"),
-        ({"costs": "A100"}, "costs must be one of H100 (modelled), CPU (measured); got 'A100'"),
+        ({"costs": "A100"}, "costs must be one of H100 (modelled), CPU (recorded); got 'A100'"),
         ({"variation": "none"}, "variation must be one of all alike, easy and hard; got 'none'"),
     ],
 )
