@@ -30,7 +30,7 @@ SLOTS = {  # content of a KV slot: look
 
 def lock_step_figure(alpha: float, k: int, batch: int) -> go.Figure:
     """Return the acceptance probability by slot (left), and the speed against the batch size (right)."""
-    titles = ["probability that a draft token is accepted", "speed relative to regular decoding (model)"]
+    titles = ["probability that a draft token is kept", "speed relative to regular decoding (model)"]
     title = f"α = {alpha:.2f}, draft length {k}, {batch} rows"
     figure = panels(1, 2, titles, title, 420, horizontal_spacing=0.1)
     places = list(range(1, k + 1))

@@ -58,10 +58,10 @@ def speed_chart(table: pd.DataFrame) -> go.Figure:
     title = titled("Speed relative to regular decoding", table)
     figure = empty_figure(title, "times as fast (1 = this engine without drafts)", "", 120 + 42 * len(table))
     looks = ["batched" if "batched" in label else "baseline" for label in table.label]
-    texts = {"text": [f"{value:.2f}×" for value in table.over_regular], "insidetextanchor": "start"}
-    texts |= {"textposition": "inside", "hovertemplate": "%{y}: %{x:.2f}×<extra></extra>"}
+    labels = [f"{label}: <b>{value:.2f}×</b> " for label, value in zip(table.label, table.over_regular, strict=True)]
+    options = {"orientation": "h", "hovertemplate": "%{y}<extra></extra>"}
     whiskers = interval(table.over_regular, table.low, table.high)
-    figure.add_trace(bars("", table.over_regular, table.label, looks, orientation="h", error_x=whiskers, **texts))
+    figure.add_trace(bars("", table.over_regular, labels, looks, error_x=whiskers, **options))
     figure.add_vline(x=1, line={"color": "black", "width": 1})
     return figure.update_yaxes(autorange="reversed")
 
