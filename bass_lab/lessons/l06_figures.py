@@ -81,7 +81,7 @@ def _kernel_bars(phase: str, kernels: pd.DataFrame, zero: float) -> go.Bar:
 
 
 def step_table(profile: Profile) -> pd.DataFrame:
-    """Return per step: kind, rows, drafted, accepted, emitted, ms of each phase, kernels (CPU: operators), gap_share."""
+    """Return per step: kind, rows, drafted, accepted, emitted, phases in ms, kernels (CPU: operators), gap_share."""
     spans = profile.spans
     wide = spans.pivot(index="step", columns="phase", values="duration_ms")
     wide = wide.reindex(columns=[phase for phase in PHASES if phase in wide]).add_suffix(" ms")
