@@ -55,7 +55,7 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("algorithm_1", "min(length + 2, 32)", "length + 2", "the limit is 32"),
     ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))",
      "draft tokens are never accepted"),
-    ("gaps", "max(reached, end)", "end", "(a long interval contains a short one): expected 1, got 7"),
+    ("gaps", "max(reached, end)", "end", "a short one: [(0, 9), (2, 3), (10, 12)]): expected 1, got 7"),
     ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at",
      "the kernel runs during the next phase"),
     ("owner", "in kernels]", "in dict(kernels).items()]", "(a CUDA graph: three"),
