@@ -41,17 +41,20 @@ class Arena {
 
 /** The product of matmul.wat in JavaScript: four tokens a … d by two outputs 0 and 1 at a time. */
 function matmul(y, x, w, n, width, outs, stride) {
-  for (let token = 0; token < n; token += 4) { // beyond the last token: the last token again
-    const [a, b, c, d] = [0, 1, 2, 3].map((more) => Math.min(token + more, n - 1));
+  for (let a = 0; a < n; a += 4) {
+    const last = n - 1, b = Math.min(a + 1, last), c = Math.min(a + 2, last), d = Math.min(a + 3, last);
     for (let out = 0; out < outs; out += 2) {
       let a0 = 0, b0 = 0, c0 = 0, d0 = 0, a1 = 0, b1 = 0, c1 = 0, d1 = 0;
-      for (let i = 0, p = out * stride, q = p + stride; i < width; i++, p++, q++) {
-        const u = w[p], v = w[q], xa = x[a * width + i], xb = x[b * width + i], xc = x[c * width + i], xd = x[d * width + i];
-        a0 += u * xa; b0 += u * xb; c0 += u * xc; d0 += u * xd;
-        a1 += v * xa; b1 += v * xb; c1 += v * xc; d1 += v * xd;
+      let p = out * stride, q = p + stride, i = a * width, j = b * width, k = c * width, l = d * width;
+      for (const end = p + width; p < end; p++, q++, i++, j++, k++, l++) {
+        const u = w[p], v = w[q];
+        a0 += u * x[i]; b0 += u * x[j]; c0 += u * x[k]; d0 += u * x[l];
+        a1 += v * x[i]; b1 += v * x[j]; c1 += v * x[k]; d1 += v * x[l];
       }
-      y[a * outs + out] = a0; y[b * outs + out] = b0; y[c * outs + out] = c0; y[d * outs + out] = d0;
-      y[a * outs + out + 1] = a1; y[b * outs + out + 1] = b1; y[c * outs + out + 1] = c1; y[d * outs + out + 1] = d1;
+      for (const [token, s, t] of [[a, a0, a1], [b, b0, b1], [c, c0, c1], [d, d0, d1]]) {
+        y[token * outs + out] = s;
+        y[token * outs + out + 1] = t;
+      }
     }
   }
 }

@@ -145,5 +145,7 @@ export class Batch {
 /** Cut every row to the smallest accepted length. The next token of a cut row is its first draft token behind it. */
 function waitForTheWorst(turns) {
   const least = Math.min(...turns.map((turn) => turn.accepted));
-  for (const turn of turns) if (turn.accepted > least) Object.assign(turn, { accepted: least, next: turn.x[least] });
+  for (const turn of turns) if (turn.accepted > least) {
+    Object.assign(turn, { passed: turn.accepted, accepted: least, next: turn.x[least] });
+  }
 }
