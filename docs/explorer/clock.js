@@ -6,11 +6,11 @@ export function recordedClock(record) {
   const passes = table(target.seconds, target.batch, target.query_length, target.kv_length);
   const drafts = table(draft.seconds, draft.batch, draft.draft_length, draft.kv_length);
   const overhead = table(overheads.seconds, overheads.batch, overheads.draft_length);
-  const longest = ["pad", "eager"].includes(record.models.target.attention); // else rows of any length cost their mean
+  const padded = ["pad", "eager"].includes(record.models.target.attention); // to the longest row; else the mean counts
 
-  /** lengths: the cached tokens of each row before the target pass. k: the longest draft. drafter: drafts cost passes. */
+  /** lengths: cached tokens of each row before the target pass. k: longest draft. drafter: drafting takes passes. */
   return ({ lengths, k, drafter }) => {
-    const rows = lengths.length, kv = longest ? Math.max(...lengths) : lengths.reduce((a, b) => a + b) / rows;
+    const rows = lengths.length, kv = padded ? Math.max(...lengths) : lengths.reduce((a, b) => a + b) / rows;
     return passes(rows, k + 1, kv) + (k && drafter ? drafts(rows, k, kv) : 0) + overhead(rows, k);
   };
 }

@@ -19,16 +19,11 @@ export function safetensors(buffer, arena) {
 /** The weights. config: config.json. tensor: of `safetensors`. */
 export class Llama {
   constructor(config, tensor, arena) {
-    this.arena = arena;
-    this.hidden = config.hidden_size;
-    this.inner = config.intermediate_size;
-    this.size = config.head_dim;
-    this.heads = config.num_attention_heads;
-    this.groups = config.num_key_value_heads; // groups of heads that share keys and values
-    this.vocabulary = config.vocab_size;
-    this.context = config.max_position_embeddings;
-    this.theta = config.rope_parameters.rope_theta;
-    this.epsilon = config.rms_norm_eps;
+    Object.assign(this, { arena, context: config.max_position_embeddings, vocabulary: config.vocab_size });
+    Object.assign(this, { hidden: config.hidden_size, inner: config.intermediate_size, size: config.head_dim });
+    // Groups of heads share keys and values.
+    Object.assign(this, { heads: config.num_attention_heads, groups: config.num_key_value_heads });
+    Object.assign(this, { theta: config.rope_parameters.rope_theta, epsilon: config.rms_norm_eps });
     this.embedding = tensor("model.embed_tokens.weight");
     this.norm = tensor("model.norm.weight");
     this.layers = Array.from({ length: config.num_hidden_layers }, (_, i) => {
@@ -42,19 +37,22 @@ export class Llama {
   }
 }
 
-/** A model with a KV cache of `rows` rows of `capacity` positions (a multiple of 8). Rows have lengths of their own. */
+/** A model with a KV cache: `rows` rows of `capacity` positions (a multiple of 8), each with a length of its own. */
 export class Runner {
   constructor(model, rows, capacity) {
-    const { arena, hidden, inner, size, heads, groups, vocabulary, theta } = model, half = size / 2;
+    const { arena, hidden, inner, size, heads, groups, vocabulary, theta } = model;
+    const half = size / 2, share = heads / groups;
     Object.assign(this, { model, arena, capacity, cached: Array(rows).fill(0) });
-    const caches = () => Array.from({ length: rows }, () => Array.from({ length: groups }, () => arena.take(capacity * size)));
-    // keys: [capacity, size]; values transposed: [size, capacity]; both by layer, row and group
-    this.caches = model.layers.map(() => ({ keys: caches(), values: caches() }));
+    const many = (count, make) => Array.from({ length: count }, make);
+    const cache = () => many(rows, () => many(groups, () => arena.take(capacity * size)));
+    // By layer, row and group. Keys are [capacity, size]; values are transposed, [size, capacity].
+    this.caches = model.layers.map(() => ({ keys: cache(), values: cache() }));
     const take = (width) => arena.take(CHUNK * width);
     this.x = take(hidden); this.h = take(hidden); this.o = take(hidden);
-    this.q = take(heads * size); this.k = take(groups * size); this.v = take(groups * size); this.attended = take(heads * size);
+    this.q = take(heads * size); this.k = take(groups * size); this.v = take(groups * size);
+    this.queries = take(share * size); this.scores = take(share * capacity); this.mixed = take(share * size);
+    this.attended = take(heads * size);
     this.gate = take(inner); this.up = take(inner); this.logits = take(vocabulary);
-    this.queries = take((heads / groups) * size); this.mixed = take((heads / groups) * size); this.scores = take((heads / groups) * capacity);
     this.cos = new Float32Array(capacity * half); this.sin = new Float32Array(capacity * half);
     for (let i = 0; i < capacity * half; i++) {
       const angle = Math.fround(Math.floor(i / half) * Math.fround(1 / theta ** ((2 * (i % half)) / size)));
@@ -62,12 +60,13 @@ export class Runner {
     }
   }
 
-  /** Read the tokens that the cache lacks. rows: {id, tokens, wanted}. Return the logits of each row's last `wanted` tokens. */
+  /** Read the tokens that the cache lacks. Return the logits after the last `wanted` tokens of each row. */
   feed(rows) {
     const results = rows.map(() => []), queue = [];
     for (const [i, { id, tokens, wanted }] of rows.entries()) {
       for (let position = this.cached[id]; position < tokens.length; position++) {
-        queue.push({ row: id, position, token: tokens[position], result: position < tokens.length - wanted ? null : results[i] });
+        const result = position < tokens.length - wanted ? null : results[i];
+        queue.push({ row: id, position, token: tokens[position], result });
       }
       this.cached[id] = tokens.length;
     }
@@ -77,8 +76,9 @@ export class Runner {
 
   forward(fed) {
     const { model, arena, x, h, o, q, k, v, attended, gate, up } = this, n = fed.length;
-    const { hidden, inner, embedding } = model, wide = model.heads * model.size, narrow = model.groups * model.size;
-    for (const [t, { token }] of fed.entries()) x.set(embedding.subarray(token * hidden, (token + 1) * hidden), t * hidden);
+    const { hidden, inner, embedding, vocabulary } = model, [wide, narrow] = [q.length / CHUNK, k.length / CHUNK];
+    const vector = (values, i) => values.subarray(i * hidden, (i + 1) * hidden);
+    for (const [t, { token }] of fed.entries()) x.set(vector(embedding, token), t * hidden);
     for (const [i, layer] of model.layers.entries()) {
       this.normalize(h, x, layer.before, n);
       arena.matmul(q, h, layer.q, n, hidden, wide);
@@ -99,9 +99,11 @@ export class Runner {
     }
     this.normalize(h, x, model.norm, n);
     const asked = [...fed.entries()].filter(([, { result }]) => result);
-    for (const [i, [t]] of asked.entries()) x.set(h.subarray(t * hidden, (t + 1) * hidden), i * hidden);
-    arena.matmul(this.logits, x, embedding, asked.length, hidden, model.vocabulary); // tied weights
-    for (const [i, [, { result }]] of asked.entries()) result.push(this.logits.slice(i * model.vocabulary, (i + 1) * model.vocabulary));
+    for (const [i, [t]] of asked.entries()) x.set(vector(h, t), i * hidden);
+    arena.matmul(this.logits, x, embedding, asked.length, hidden, vocabulary); // tied weights
+    for (const [i, [, { result }]] of asked.entries()) {
+      result.push(this.logits.slice(i * vocabulary, (i + 1) * vocabulary));
+    }
   }
 
   /** Root-mean-square norm of n tokens. */
@@ -121,7 +123,7 @@ export class Runner {
     for (const [t, { position }] of fed.entries()) {
       for (let head = t * width; head < (t + 1) * width; head += size) {
         for (let i = head; i < head + half; i++) {
-          const low = y[i], high = y[i + half], cos = this.cos[position * half + i - head], sin = this.sin[position * half + i - head];
+          const low = y[i], high = y[i + half], at = position * half + i - head, cos = this.cos[at], sin = this.sin[at];
           y[i] = low * cos - high * sin;
           y[i + half] = high * cos + low * sin;
         }
@@ -153,7 +155,9 @@ export class Runner {
         const at = (t) => t * heads * size + group * width;
         for (let t = from; t < to; t++) queries.set(q.subarray(at(t), at(t) + width), (t - from) * width);
         arena.matmul(scores, queries, keys[row][group], count, size, positions);
-        for (let i = 0; i < count; i++) softmax(scores, i * positions, fed[from + Math.floor(i / share)].position + 1, positions, scale);
+        for (let i = 0; i < count; i++) {
+          softmax(scores, i * positions, fed[from + Math.floor(i / share)].position + 1, positions, scale);
+        }
         arena.matmul(mixed, scores, values[row][group], count, positions, size, capacity);
         for (let t = from; t < to; t++) attended.set(mixed.subarray((t - from) * width, (t - from + 1) * width), at(t));
       }
@@ -171,16 +175,8 @@ function softmax(scores, start, visible, positions, scale) {
 }
 
 /** A draft without a model: every token is equally likely. The noise breaks ties at temperature 0. */
-export class Guesses {
-  cached = [];
-
-  constructor(vocabulary) {
-    this.vocabulary = vocabulary;
-  }
-
-  feed(rows) {
-    return rows.map(({ id, tokens }) => [
-      Float32Array.from({ length: this.vocabulary }, (_, token) => 1e-6 * Math.abs(Math.sin(token + 31 * id + 7 * tokens.length))),
-    ]);
-  }
+export function guesses(vocabulary) {
+  const noise = (id, length) => (_, token) => 1e-6 * Math.sin(token * (31 * id + length));
+  const logits = ({ id, tokens }) => [new Float32Array(vocabulary).map(noise(id, tokens.length))];
+  return { cached: [], feed: (rows) => rows.map(logits) };
 }

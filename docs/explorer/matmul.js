@@ -10,37 +10,33 @@ export async function arena(megabytes, simd = true) {
       const memory = new WebAssembly.Memory({ initial: pages, maximum: pages });
       const code = await (await fetch(new URL("matmul.wasm", import.meta.url))).arrayBuffer();
       const { instance } = await WebAssembly.instantiate(code, { page: { memory } });
-      const product = (y, x, w, n, width, outs, stride) =>
+      const product = (y, x, w, n, width, outs, stride = width) =>
         instance.exports.matmul(y.byteOffset, x.byteOffset, w.byteOffset, n, width, outs, stride);
       return new Arena("WebAssembly SIMD", memory.buffer, product);
     } catch (error) {
       console.info(`no WebAssembly SIMD: ${error.message}`);
     }
   }
-  return new Arena("plain JavaScript", new ArrayBuffer(pages * PAGE), matmul);
+  return new Arena("plain JavaScript", new ArrayBuffer(pages * PAGE), plainProduct);
 }
 
+/** matmul: y[n, outs] = x[n, width] · w[outs, width]ᵀ. stride: floats from one row of w to the next. */
 class Arena {
-  /** y[n, outs] = x[n, width] · w[outs, width]ᵀ. stride: floats from one row of w to the next. */
-  matmul(y, x, w, n, width, outs, stride = width) {
-    this.product(y, x, w, n, width, outs, stride);
-  }
-
-  constructor(name, buffer, product) {
-    Object.assign(this, { name, buffer, product, used: 0 });
+  constructor(name, buffer, matmul) {
+    Object.assign(this, { name, buffer, matmul, used: 0 });
   }
 
   /** Return `count` floats, aligned to 16 bytes. Setting `used` back frees what was taken since. */
   take(count) {
     const start = this.used, end = start + Math.ceil(count / 4) * 16;
-    if (end > this.buffer.byteLength) throw new RangeError("The page's memory is full: choose fewer rows or a shorter prompt.");
+    if (end > this.buffer.byteLength) throw new RangeError("memory is full. Choose fewer rows or a shorter prompt.");
     this.used = end;
     return new Float32Array(this.buffer, start, count).fill(0);
   }
 }
 
 /** The product of matmul.wat in JavaScript: four tokens a … d by two outputs 0 and 1 at a time. */
-function matmul(y, x, w, n, width, outs, stride) {
+function plainProduct(y, x, w, n, width, outs, stride = width) {
   for (let a = 0; a < n; a += 4) {
     const last = n - 1, b = Math.min(a + 1, last), c = Math.min(a + 2, last), d = Math.min(a + 3, last);
     for (let out = 0; out < outs; out += 2) {

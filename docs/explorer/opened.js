@@ -1,4 +1,4 @@
-// One step of one row: a card for each draft token, with p, q and the decision.
+// One draft token of an opened step: p, q and the decision.
 
 /** Return a new element with properties and children. */
 export function element(tag, properties = {}, ...children) {
@@ -11,34 +11,39 @@ const TITLES = {
   kept: "✓ kept",
   rejected: "✗ rejected",
   unread: "– not looked at",
-  bonus: "+ bonus",
+  bonus: "+ the large model’s own",
   last: "✓ kept, the last in lock-step",
-  wasted: "– accepted, but another row is behind",
+  wasted: "– right, but another row waits",
 };
 const number = (value) => (value >= 0.0005 || value === 0 ? value.toFixed(3) : value.toExponential(0));
-
-/** Return the cards of a step. slots: of the worker. */
-export function showStep({ slots }, { temperature }) {
-  return slots.map(({ state, token, bars, chance, number: u, next, residual }, slot) => {
-    const title = element("h3", {}, `${slot + 1} `, word(token), ` ${TITLES[state]}`);
-    const legend = state === "bonus" ? "p" : "p (large) / q (small)";
-    const card = element("div", { className: `slot ${state}` }, title, element("p", { className: "soft" }, legend), ...bars.map((bar, i) => showBar(bar, i === 0)));
-    for (const line of decision(state, temperature, chance, u, bars[0].probs)) card.append(element("p", {}, ...line));
-    if (next) card.append(element("p", {}, temperature ? "Drawn from max(0, p − q) instead: " : "Instead: ", word(next)), ...residual.map((bar) => showBar(bar, bar.token === next)));
-    return card;
-  });
-}
-
-function decision(state, temperature, chance, u, [p, q]) {
-  if (state === "unread") return [["A guess before it was rejected."]];
-  if (state === "bonus") return [[temperature ? "All guesses were kept: one more token, drawn from p." : "One more token: p’s most probable."]];
-  if (temperature === 0) return [[state === "rejected" ? "It is not p’s most probable token." : "It is p’s most probable token."]];
-  return [[`min(1, p/q) = min(1, ${number(p)}/${number(q)}) = ${number(chance)}`], [`random number u = ${number(u)} ${u < chance ? "<" : "≥"} ${number(chance)}`]];
-}
-
-function showBar({ token, probs }, chosen) {
-  const bars = probs.map((prob) => { const bar = element("i"); bar.style.width = `${Math.min(1, prob) * 100}%`; return bar; });
-  return element("div", { className: chosen ? "bar chosen" : "bar" }, word((chosen ? "▸" : " ") + token), element("div", {}, ...bars), element("small", {}, probs.map(number).join(" / ")));
-}
-
 const word = (text) => element("span", { className: "token" }, text);
+const line = (...parts) => element("p", {}, ...parts);
+
+/** Return the card of a slot that the worker describes. */
+export function showSlot({ state, token, bars, chance, number: u, next, residual }, slot, temperature) {
+  const title = element("h3", {}, `${slot + 1} `, word(token), ` ${TITLES[state]}`);
+  const card = element("div", { className: `slot ${state}` }, title, ...bars.map((bar) => showBar(bar, token, "pq")));
+  const [p, q = 0] = bars[0].probs;
+  if (state === "unread") card.append(line("A guess before it was rejected."));
+  else if (!temperature) card.append(line(`${state === "rejected" ? "Not" : "It is"} p’s likeliest token.`));
+  else if (state === "bonus") card.append(line("Drawn from p."));
+  else {
+    card.append(line(`min(1, p/q) = min(1, ${number(p)} / ${number(q)}) = ${number(chance)}`));
+    card.append(line(`random number ${number(u)} ${u < chance ? "<" : "≥"} ${number(chance)}`));
+  }
+  if (next) card.append(line(temperature ? "Drawn from r = max(0, p − q) instead: " : "Instead: ", word(next)));
+  card.append(...(residual ?? []).map((bar) => showBar(bar, next, "r")));
+  return card;
+}
+
+/** Return a token with a bar for each of its probabilities. names: a letter for each probability. */
+function showBar({ token, probs }, chosen, names) {
+  const made = element("div", { className: "bar" }, word((token === chosen ? "▸" : " ") + token));
+  made.classList.toggle("chosen", token === chosen);
+  for (const [i, prob] of probs.entries()) {
+    const bar = element("i", { className: names[i] });
+    bar.style.width = `${100 * prob}%`;
+    made.append(element("small", {}, names[i]), element("div", {}, bar), element("small", {}, number(prob)));
+  }
+  return made;
+}

@@ -1,14 +1,14 @@
 // Byte-level BPE as tokenizer.json of the embedded models describes it.
 
-// Newlines and digits stand alone. Everything else is cut like in GPT-2.
-const ALONE = /(\n|\p{N})/u;
-const PIECES = /'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
+const END = "<|endoftext|>", ALONE = /(<\|endoftext\|>|\n|\p{N})/u; // everything else is cut as in GPT-2
+const SPACE = "\\p{White_Space}", WORDS = `'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^${SPACE}\\p{L}\\p{N}]+`;
+const PIECES = new RegExp(`${WORDS}|${SPACE}+(?!\\P{White_Space})|${SPACE}+`, "gu");
 
 export class Tokenizer {
-  constructor({ model, added_tokens: added }) {
-    this.ids = new Map([...Object.entries(model.vocab), ...added.map(({ content, id }) => [content, id])]);
+  constructor({ model }) {
+    this.ids = new Map(Object.entries(model.vocab));
     this.names = new Map([...this.ids].map(([name, id]) => [id, name]));
-    this.special = added.map(({ content }) => content);
+    this.end = this.ids.get(END);
     this.ranks = new Map(model.merges.map((pair, rank) => [pair.join(" "), rank]));
     // Each byte has a printable letter: itself, or a letter from U+0100 on.
     const printable = (byte) => (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
@@ -18,13 +18,9 @@ export class Tokenizer {
   }
 
   encode(text) {
-    const found = this.special.find((name) => text.includes(name));
-    if (found) {
-      const at = text.indexOf(found);
-      return [...this.encode(text.slice(0, at)), this.ids.get(found), ...this.encode(text.slice(at + found.length))];
-    }
-    const pieces = text.split(ALONE).flatMap((part) => part.match(PIECES) ?? []);
-    return pieces.flatMap((piece) => this.merge([...new TextEncoder().encode(piece)].map((byte) => this.letters[byte])));
+    const utf8 = new TextEncoder(), letters = (piece) => Array.from(utf8.encode(piece), (byte) => this.letters[byte]);
+    const pieces = text.split(ALONE).flatMap((part) => (part === END ? [END] : part.match(PIECES) ?? []));
+    return pieces.flatMap((piece) => (piece === END ? [this.end] : this.merge(letters(piece))));
   }
 
   /** Join the pair of parts with the lowest rank until no pair has a rank. Return the ids. */
@@ -37,13 +33,12 @@ export class Tokenizer {
     }
   }
 
-  /** Return a function from the next id to the text that the id completes. Special tokens have no text. */
+  /** Return a function from the next id to the text that the id completes. The end of text has none. */
   decoder() {
     const utf8 = new TextDecoder();
     return (id) => {
-      const name = this.names.get(id);
-      if (this.special.includes(name)) return "";
-      return utf8.decode(Uint8Array.from(name, (letter) => this.bytes.get(letter)), { stream: true });
+      const bytes = Uint8Array.from(this.names.get(id), (letter) => this.bytes.get(letter));
+      return id === this.end ? "" : utf8.decode(bytes, { stream: true });
     };
   }
 }

@@ -1,7 +1,7 @@
 // Loads the models and decodes, off the page's thread: a speculative and a regular batch race on the chosen clock.
 
 import { recordedClock } from "./clock.js";
-import { Guesses, Llama, Runner, safetensors } from "./llama.js";
+import { guesses, Llama, Runner, safetensors } from "./llama.js";
 import { arena } from "./matmul.js";
 import { Batch } from "./rule.js";
 import { Tokenizer } from "./tokenizer.js";
@@ -17,159 +17,152 @@ const PACE = 100; // least milliseconds between two steps, so that eyes can foll
 const SHOWN = 4; // tokens of a distribution
 
 const models = {}, clocks = {};
-let memory, tokenizer, endOfText, prompts, run;
+let memory, weightsEnd, tokenizer, prompts, run;
 const queue = []; // requests of the page
 let wake = () => {};
 
-self.onmessage = ({ data }) => {
-  queue.push(data);
-  wake();
-};
+self.onmessage = ({ data }) => { queue.push(data); wake(); };
 
 async function main() {
   await load();
   for (let running = false; ; ) {
     try {
       if (!queue.length && !(running && run)) await new Promise((resolve) => { wake = resolve; });
-      await new Promise((resolve) => setTimeout(resolve, running && run ? run.due - performance.now() : 0)); // receives messages
-      const { start, go, steps } = queue.shift() ?? {};
+      const wait = running && run ? run.due - performance.now() : 0;
+      await new Promise((resolve) => setTimeout(resolve, wait)); // messages arrive meanwhile
+      const { start, go, one } = queue.shift() ?? {};
       if (start && queue.some((later) => later.start)) continue; // superseded
       if (start) await begin(start);
       if (go !== undefined) running = go;
-      for (let i = 0; i < (steps ?? 0); i++) step(true);
-      if (running) step(false);
+      if (running || one) step(!running);
     } catch (error) {
       run = undefined;
-      postMessage({ error: error.message });
+      postMessage({ kind: "stop", message: error.message });
     }
   }
 }
 
-// --- Loading -------------------------------------------------------------------------------------------------------
-
+// --- Loading --------------------------------------------------------------------------------------------------------
 async function load() {
   memory = await arena(MEGABYTES, !new URL(location).searchParams.has("plain"));
   const [file, problems, ...records] = await Promise.all([
-    json("bass_core/assets/target/tokenizer.json"), answer("bass_lab/assets/mini_set.jsonl").then((found) => found.text()),
+    json("bass_core/assets/target/tokenizer.json"), answer("bass_lab/assets/mini_set.jsonl"),
     ...Object.values(RECORDS).map(json), loadModel("target"), loadModel("draft"),
   ]);
   tokenizer = new Tokenizer(file);
-  endOfText = file.added_tokens[0].id;
-  prompts = problems.trim().split("\n").slice(0, 8).map((line) => JSON.parse(line).prompt);
-  models.guesses = new Guesses(models.target.vocabulary);
-  for (const [i, name] of Object.keys(RECORDS).entries()) clocks[name] = recordedClock(records[i]);
-  const sources = Object.entries(RECORDS).map(([name, path], i) => [name, { device: records[i].device, path, ...records[i].measured }]);
-  postMessage({ ready: memory.name, sources: Object.fromEntries(sources) });
+  prompts = (await problems.text()).trim().split("\n").slice(0, 8).map((line) => JSON.parse(line).prompt);
+  models.guesses = guesses(models.target.vocabulary);
+  const sources = {};
+  for (const [i, [clock, path]] of Object.entries(RECORDS).entries()) {
+    clocks[clock] = recordedClock(records[i]);
+    sources[clock] = { ...records[i].measured, device: records[i].device, path };
+  }
+  postMessage({ kind: "ready", arithmetic: memory.name, sources });
 }
 
 async function answer(path) {
   const found = await fetch(new URL(path, ROOT));
-  if (!found.ok) throw new Error(`${path} is missing (HTTP ${found.status}). Serve the repository's root folder, or the site of make docs.`);
-  return found;
+  if (found.ok) return found;
+  throw new Error(`${path} is missing (HTTP ${found.status}). Serve the root folder of the repository or of its site.`);
 }
 const json = async (path) => (await answer(path)).json();
 
 const progress = { loaded: 0, total: 0 };
 async function loadModel(name) {
-  const folder = `bass_core/assets/${name}/`, found = await answer(folder + "model.safetensors"), parts = [];
-  progress.total += Number(found.headers.get("Content-Length") ?? 0);
-  for await (const part of chunks(found.body)) {
-    parts.push(part);
-    progress.loaded += part.length;
-    postMessage({ progress });
+  const folder = `bass_core/assets/${name}/`, config = await json(folder + "config.json"), parts = [];
+  const { body, headers } = await answer(folder + "model.safetensors"), reader = body.getReader();
+  progress.total += Number(headers.get("Content-Length") ?? 0);
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    parts.push(part.value);
+    progress.loaded += part.value.length;
+    postMessage({ kind: "progress", ...progress });
   }
-  models[name] = new Llama(await json(folder + "config.json"), safetensors(await new Blob(parts).arrayBuffer(), memory), memory);
+  models[name] = new Llama(config, safetensors(await new Blob(parts).arrayBuffer(), memory), memory);
+  weightsEnd = memory.used;
 }
 
-async function* chunks(body) { // Safari cannot iterate over a stream
-  for (const reader = body.getReader(); ; ) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    yield value;
-  }
-}
-
-// --- The race ------------------------------------------------------------------------------------------------------
-
+// --- The race -------------------------------------------------------------------------------------------------------
 async function begin({ k, rows, temperature, seed, draft, lockStep, clock, prompt, id }) {
-  if (run) memory.used = run.mark;
   run = undefined;
+  memory.used = weightsEnd; // frees the caches of the last run
   if (!models[draft]) await loadModel(draft);
   const texts = prompt ? Array(rows).fill(prompt) : prompts.slice(0, rows);
-  const tokens = texts.map((text) => tokenizer.encode(text)), mark = memory.used;
-  const longest = Math.max(...tokens.map((row) => row.length)), { context } = models.target;
-  if (longest + NEW_TOKENS > context) throw new RangeError(`The prompt has ${longest} tokens. The models read up to ${context - NEW_TOKENS}.`);
-  try {
-    const runner = (model) => new Runner(model, rows, Math.ceil((longest + NEW_TOKENS) / 8) * 8);
-    const options = { k, temperature, seed, newTokens: NEW_TOKENS, endOfText };
-    const drafter = models[draft] instanceof Llama ? runner(models[draft]) : models[draft];
-    const lanes = [
-      new Batch(runner(models.target), drafter, tokens, { ...options, lockStep }),
-      new Batch(runner(models.target), models.guesses, tokens, { ...options, k: 0 }), // regular decoding drafts nothing
-    ];
-    const decoders = texts.map(() => tokenizer.decoder());
-    run = { id, mark, clock, drafter: draft !== "guesses", lanes, decoders, seconds: [0, 0], tokens: [0, 0], computing: 0, due: 0 };
-  } catch (error) {
-    memory.used = mark;
-    throw error;
-  }
-  postMessage({ started: texts, id });
-  for (const lane of [0, 1]) decode(lane); // reads the prompts, which no clock counts
+  const tokens = texts.map((text) => tokenizer.encode(text));
+  const longest = Math.max(...tokens.map((row) => row.length)), most = models.target.context - NEW_TOKENS;
+  if (longest > most) throw new RangeError(`the prompt has ${longest} tokens, and the models read up to ${most}.`);
+  const runner = (model) => new Runner(model, rows, Math.ceil((longest + NEW_TOKENS) / 8) * 8);
+  const drafter = models[draft] instanceof Llama ? runner(models[draft]) : models[draft];
+  const common = { temperature, seed, newTokens: NEW_TOKENS, endOfText: tokenizer.end };
+  const batch = (drafting, own) => new Batch(runner(models.target), drafting, tokens, { ...common, ...own });
+  const batches = [batch(drafter, { k, lockStep }), batch(models.guesses, { k: 0 })]; // regular decoding drafts nothing
+  const lanes = batches.map((each) => ({ batch: each, seconds: 0, tokens: 0 }));
+  const decoders = texts.map(() => tokenizer.decoder());
+  run = { id, clock, drafter: draft !== "guesses", lanes, decoders, computing: 0, due: 0 };
+  postMessage({ kind: "started", id, texts });
+  for (const i of [0, 1]) decode(i); // reads the prompts, which no clock counts
 }
 
 /** Decode the next step of the batch that is behind on the clock. whole: also let regular decoding catch up. */
 function step(whole) {
   if (!run) return;
-  const { lanes, seconds } = run, left = () => lanes.map((lane) => lane.live.length > 0);
-  const behind = () => (left()[1] && (!left()[0] || seconds[1] < seconds[0]) ? 1 : 0);
-  do decode(behind()); while (whole && left()[1] && behind() === 1);
-  if (left().includes(true)) return;
-  const [ours, regular] = lanes.map((lane) => lane.rows.map((row) => row.tokens.join()));
-  postMessage({ id: run.id, finished: { same: ours.filter((text, i) => text === regular[i]).length, computing: run.computing } });
-  memory.used = run.mark;
+  const { lanes: [ours, regular] } = run, left = ({ batch }) => batch.live.length > 0;
+  const behind = () => (left(regular) && (!left(ours) || regular.seconds < ours.seconds) ? 1 : 0);
+  do decode(behind()); while (whole && left(regular) && behind() === 1);
+  if (left(ours) || left(regular)) return;
+  const texts = (lane) => lane.batch.rows.map((row) => row.tokens.join());
+  const same = texts(ours).filter((text, i) => text === texts(regular)[i]).length;
+  postMessage({ kind: "finished", id: run.id, same, computing: run.computing });
   run = undefined;
 }
 
-function decode(lane) {
-  const batch = run.lanes[lane], lengths = batch.live.map((row) => row.tokens.length - 1), began = performance.now();
-  const turns = batch.step(), milliseconds = performance.now() - began;
-  const k = Math.max(...turns.map((turn) => turn.x.length)), first = batch.steps === 1;
+function decode(i) {
+  const lane = run.lanes[i], { batch } = lane, began = performance.now();
+  const lengths = batch.live.map((row) => row.tokens.length - 1); // the last token is not cached
+  const turns = batch.step(), passes = batch.steps - 1, milliseconds = performance.now() - began;
   run.computing += milliseconds;
-  if (!first) run.seconds[lane] += clocks[run.clock]?.({ lengths, k, drafter: run.drafter }) ?? milliseconds / 1e3;
-  for (const { tokens } of turns) run.tokens[lane] += first ? 0 : tokens.length;
-  if (lane === 0) run.due = began + PACE;
-  postMessage({
-    id: run.id, lane, passes: batch.steps - 1, seconds: run.seconds[lane], tokens: run.tokens[lane],
-    turns: lane === 0 ? turns.map((turn) => shown(turn, batch)) : [],
-  });
+  if (i === 0) run.due = began + PACE;
+  if (passes) {
+    const k = Math.max(...turns.map((turn) => turn.x.length));
+    lane.seconds += clocks[run.clock]?.({ lengths, k, drafter: run.drafter }) ?? milliseconds / 1e3;
+    lane.tokens += turns.flatMap((turn) => turn.tokens).length;
+  }
+  const cells = i === 0 ? turns.map((turn) => shown(turn, batch)) : [];
+  postMessage({ kind: "step", id: run.id, lane: i, passes, seconds: lane.seconds, tokens: lane.tokens, turns: cells });
 }
 
-// --- What the page shows of a row's step ---------------------------------------------------------------------------
-
+// --- What the page shows of a row's step ----------------------------------------------------------------------------
 function shown(turn, { temperature }) {
-  const { row, x, q, p, accepted, passed = accepted, next, tokens, chances = [], numbers = [], weights } = turn;
-  const waits = accepted < passed, end = x.length === passed; // lock-step cut this row; the target pass rejected nothing
-  const slots = p.map((target, slot) => {
-    const state = slot < accepted ? "kept" : slot < passed ? (slot === accepted ? "last" : "wasted") : slot > passed ? "unread" : end ? "bonus" : "rejected";
-    const replaced = state === "rejected" && !waits ? { next: name(next), residual: temperature ? top([weights], next) : [] } : {};
-    const token = x[slot] ?? next;
-    return { state, token: name(token), chance: chances[slot], number: numbers[slot], bars: top([target, q[slot]], token), ...replaced };
+  const { row, x, q, p, accepted, passed, next, tokens, chances = [], numbers = [], weights } = turn;
+  const isCut = accepted < passed; // lock-step: the rule would have kept more
+  const stateOf = (slot) => {
+    if (slot < accepted) return "kept";
+    if (slot < passed) return slot === accepted ? "last" : "wasted";
+    if (slot > passed) return "unread";
+    return slot === x.length ? "bonus" : "rejected";
+  };
+  const all = passed === x.length && !isCut ? [...x, next] : x; // with the bonus token
+  const slots = all.map((token, slot) => {
+    const state = stateOf(slot), bars = top([p[slot], q[slot]], token);
+    const found = { state, token: name(token), chance: chances[slot], number: numbers[slot], bars };
+    if (state !== "rejected" || isCut) return found;
+    return { ...found, next: name(next), residual: temperature ? top([weights], next) : [] };
   });
-  const texts = tokens.map((token, i) => [run.decoders[row.id](token), i < accepted || waits]);
-  return { row: row.id, accepted, drafted: x.length, slots: waits && end ? slots.slice(0, -1) : slots, texts };
+  const texts = tokens.map((token, i) => [run.decoders[row.id](token), i < accepted || isCut]);
+  return { row: row.id, accepted, drafted: x.length, slots, texts };
 }
 
-/** Return the most probable tokens of some distributions and `chosen`, with their probabilities. */
+/** Return `chosen` and the most probable other tokens, with their probabilities in each distribution. */
 function top(distributions, chosen) {
   const known = distributions.filter(Boolean), most = (id) => Math.max(...known.map((probs) => probs[id]));
-  const ids = [...known[0].keys()].filter((id) => id !== chosen && most(id) > 0.001).sort((a, b) => most(b) - most(a));
-  return [chosen, ...ids.slice(0, SHOWN - 1)].map((id) => ({ token: name(id), probs: known.map((probs) => probs[id]) }));
+  const likely = [...known[0].keys()].filter((id) => id !== chosen && most(id) > 0.001);
+  const ids = [chosen, ...likely.sort((a, b) => most(b) - most(a)).slice(0, SHOWN - 1)];
+  return ids.map((id) => ({ token: name(id), probs: known.map((probs) => probs[id]) }));
 }
 
 /** Return a token in print: spaces and newlines as signs. */
 function name(id) {
-  if (id === endOfText) return "(end)";
+  if (id === tokenizer.end) return "(end)";
   return tokenizer.decoder()(id).replaceAll(" ", "␣").replaceAll("\n", "↵") || "(part of a letter)";
 }
 
-main().catch((error) => postMessage({ error: error.message }));
+main().catch((error) => postMessage({ kind: "stop", message: error.message }));
