@@ -16,9 +16,19 @@ FILES = (
     "docs/*.md",
     "docs/teaching/*.md",
     "docs/*.css",
+    "docs/explorer/*",
     "pictures/*.png",
     "kernels/*.md",
     "bass_core/assets/DATA_CARD.md",
+    # Fetched by the explorer (docs/explorer/worker.js).
+    "bass_core/assets/target/tokenizer.json",
+    "bass_core/assets/*/config.json",
+    "bass_core/assets/target/model.safetensors",
+    "bass_core/assets/draft/model.safetensors",
+    "bass_core/assets/unaligned_draft/model.safetensors",
+    "bass_core/assets/costs/amd-epyc-2-threads-dfc6af2c9333.json",
+    "bass_lab/assets/records/costs_h200.json",
+    "bass_lab/assets/mini_set.jsonl",
 )
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?!https?:|#)[^)#\s]+)(?:#[^)\s]*)?\)")
 CPU_INDEX = re.search(r"--extra-index-url \S+", (ROOT / "environment.yml").read_text("utf-8"))[0]
@@ -38,6 +48,8 @@ def on_config(config):
         _copy(path, staged / path.relative_to(ROOT))
     for path in (each for pattern in ("*.ipynb", "*.js") for each in (ROOT / "build/lessons").glob(pattern)):
         _copy(path, staged / "notebooks" / path.name)
+    explorer = staged / "docs/explorer/index.html"
+    explorer.write_text(explorer.read_text("utf-8").replace(".ipynb", ".html"), "utf-8")
     config["docs_dir"] = str(staged)
     return config
 

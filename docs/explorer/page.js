@@ -184,7 +184,9 @@ function finish({ same, computing }) {
   const text = same === rows || !temperature ? `Same text in ${same} of ${rows} rows`
     : `Other draws from the same distribution, ${same} of ${rows} texts equal`;
   const speed = gain < 1 ? `Only ${gain.toFixed(2)} times the speed of` : `${gain.toFixed(2)} times as fast as`;
-  $("status").textContent = `${text}. ${perPass.toFixed(1)} tokens per row and pass. ${speed} regular decoding.`;
+  const clock = sources[run.settings.clock] ? `on ${sources[run.settings.clock].device}, modelled` : "in this browser";
+  const yields = `${perPass.toFixed(1)} tokens per row and pass instead of 1`;
+  $("status").textContent = `${text}. ${yields}. ${speed} regular decoding (${clock}).`;
   const here = `${ours.tokens + regular.tokens} tokens in ${(computing / 1e3).toFixed(1)} s`;
   $("source").append(` This browser decoded ${here}.`);
   end();

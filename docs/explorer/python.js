@@ -10,6 +10,6 @@ ${draft === "guesses" ? "pair.draft.get_input_embeddings().weight.data.zero_()  
 ${lockStep ? `# BASS has no lock-step: its texts are ${texts}.\n` : ""}\
 prompts = ${prompt ? `[${JSON.stringify(prompt)}] * ${rows}` : `prompt_set("mini", ${rows})`}
 options = dict(draft_length=${k}, temperature=${temperature}, seed=${seed}, max_new_tokens=64)
-for row in bass.generate(pair, prompts, **options):
-    print(row.text)`;
+out = bass.generate(pair, prompts, **options)
+print(*(row.text for row in out), sep="\\n\\n")`;
 }
