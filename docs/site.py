@@ -20,12 +20,9 @@ FILES = (
     "pictures/*.png",
     "kernels/*.md",
     "bass_core/assets/DATA_CARD.md",
-    # Fetched by the explorer (docs/explorer/worker.js).
-    "bass_core/assets/target/tokenizer.json",
-    "bass_core/assets/*/config.json",
-    "bass_core/assets/target/model.safetensors",
-    "bass_core/assets/draft/model.safetensors",
-    "bass_core/assets/unaligned_draft/model.safetensors",
+    "bass_core/assets/target/*",  # from here on: what docs/explorer/worker.js fetches
+    "bass_core/assets/draft/[cm]*",
+    "bass_core/assets/unaligned_draft/[cm]*",
     "bass_core/assets/costs/amd-epyc-2-threads-dfc6af2c9333.json",
     "bass_lab/assets/records/costs_h200.json",
     "bass_lab/assets/mini_set.jsonl",

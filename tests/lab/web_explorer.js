@@ -46,3 +46,19 @@ export async function seconds([path, steps]) {
   const clock = recordedClock(await (await fetch(path)).json());
   return steps.map(([lengths, k]) => clock({ lengths, k, drafter: true }));
 }
+
+/** Bugs to plant into rule.js: a text and its replacement. */
+export const mutants = () => [
+  ["Math.min(1, p_x / q_x)", "Math.min(1, q_x / p_x)"],
+  ["numbers[accepted] < chances[accepted]", "numbers[accepted] > chances[accepted]"],
+  ["Math.max(0, p_y - q[accepted][y])", "Math.abs(p_y - q[accepted][y])"],
+  ["if (accepted < x.length) {", "if (false) {"],
+  ["let weights = p[accepted];", "let weights = p[0];"],
+  ["random(ACCEPT, accepted)", "random(ACCEPT, 0)"],
+  ["random(TARGET, 0)", "random(ACCEPT, accepted)"],
+  ["(sum += weight) > u * total", "(sum += weight) > u"],
+  ["wrong < 0 ? x.length", "wrong < 0 ? x.length - 1"],
+  ["prob > probs[best]", "prob < probs[best]"],
+  ["BigInt(slot) * 8n + purpose", "BigInt(slot) + purpose"],
+  [">> 12n", ">> 13n"],
+];
