@@ -28,7 +28,7 @@ function setControls(values) {
     control.value = !min ? asked.slice(0, control.maxLength) : Number.isNaN(steps) ? initial(control) : steps * step;
     if (control.selectedIndex === -1) control.value = initial(control);
     const isTaken = min ? Number(control.value) === Number(asked) : control.value === asked.replaceAll("\r\n", "\n");
-    if (!isTaken) notes.push(`${name} cannot be ${asked}; the page takes ${control.value}.`);
+    if (!isTaken) notes.push(`${name} cannot be ${asked.slice(0, 30)}; the page takes ${control.value.slice(0, 30)}.`);
   }
   return notes.join(" ");
 }
@@ -90,6 +90,7 @@ worker.onerror = () => stop({ message: "this browser cannot start the decoder." 
 function stop({ message }) {
   $("status").textContent = `Stopped: ${message}`;
   $("progress").hidden = true;
+  $("source").textContent = "";
   if (run) end();
 }
 
