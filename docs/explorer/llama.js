@@ -9,7 +9,7 @@ export function safetensors(buffer, arena) {
   return (name) => {
     const { dtype, data_offsets: [from, to] } = header[name];
     if (dtype !== "BF16") throw new Error(`${name} is ${dtype}, but this page reads BF16`);
-    const halves = new Uint16Array(buffer.slice(start + from, start + to)), values = arena.take(halves.length);
+    const halves = new Uint16Array(buffer, start + from, (to - from) / 2), values = arena.take(halves.length);
     const bits = new Uint32Array(values.buffer, values.byteOffset, values.length);
     halves.forEach((half, i) => { bits[i] = half << 16; }); // a bfloat16 is the upper half of a float32
     return values;

@@ -152,7 +152,7 @@ function addCell(turn, pass) {
   const button = element("button", { type: "button", tabIndex: run.cells.size ? -1 : 0, ariaLabel: label });
   button.append(drafted ? `${accepted}` : "–");
   button.style.setProperty("--share", share);
-  button.classList.toggle("deep", share > 0.5);
+  button.classList.toggle("deep", share > 0.68);
   button.onclick = () => open(button);
   run.cells.set(button, { ...turn, label });
   lines[row].append(element("td", {}, button));

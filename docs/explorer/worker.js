@@ -69,15 +69,16 @@ const json = async (path) => (await answer(path)).json();
 
 const progress = { loaded: 0, total: 0 };
 async function loadModel(name) {
-  const folder = `bass_core/assets/${name}/`, config = await json(folder + "config.json"), parts = [];
-  const { body, headers } = await answer(folder + "model.safetensors"), reader = body.getReader();
+  const folder = `bass_core/assets/${name}/`, config = await json(folder + "config.json");
+  const { body, headers } = await answer(folder + "model.safetensors");
   progress.total += Number(headers.get("Content-Length") ?? 0);
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    parts.push(part.value);
-    progress.loaded += part.value.length;
+  const transform = (part, controller) => {
+    controller.enqueue(part);
+    progress.loaded += part.length;
     postMessage({ kind: "progress", ...progress });
-  }
-  models[name] = new Llama(config, safetensors(await new Blob(parts).arrayBuffer(), memory), memory);
+  };
+  const file = await new Response(body.pipeThrough(new TransformStream({ transform }))).arrayBuffer();
+  models[name] = new Llama(config, safetensors(file, memory), memory);
   weightsEnd = memory.used;
 }
 
