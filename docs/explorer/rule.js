@@ -41,7 +41,7 @@ export function distribution(logits, temperature) {
 export const likeliest = (probs) => probs.reduce((best, prob, id) => (prob > probs[best] ? id : best), 0);
 
 /** Draw from weights: return the first id whose cumulative weight exceeds u times the total. */
-export function draw(weights, u) {
+export function draw(weights, u) { //> ids = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
   const total = weights.reduce((a, b) => a + b);
   let sum = 0;
   return weights.findIndex((weight) => (sum += weight) > u * total);
@@ -59,8 +59,8 @@ export function verify(x, q, p, random) {
     numbers.push(random(ACCEPT, accepted));
     if (!(numbers[accepted] < chances[accepted])) break;   //> return uniform(key) < probability
   }
-  let weights = p[accepted];                               // all accepted: a bonus token, drawn from p
-  if (accepted < x.length) {                               // else a recovered token, drawn from max(0, p - q)
+  let weights = p[accepted]; // all accepted: a bonus token, drawn from p. Else a recovered token, from max(0, p - q):
+  if (accepted < x.length) {                               //> residual = (scaled - q_next).clamp(min=0)
     const residual = weights.map((p_y, y) => Math.max(0, p_y - q[accepted][y]));
     if (residual.some((weight) => weight > 0)) weights = residual; // no mass: p equals q up to rounding
   }
@@ -68,7 +68,7 @@ export function verify(x, q, p, random) {
 }
 
 /** Greedy decoding: accept draft tokens while they equal the target's choices, then take the target's choice. */
-export function matching(x, p) {
+export function matching(x, p) { //> accepted = leading((drafted == choices[:, :-1]) & (slots < lengths[:, None]))
   const choices = p.map(likeliest), wrong = x.findIndex((token, slot) => token !== choices[slot]);
   const accepted = wrong < 0 ? x.length : wrong;
   return { accepted, next: choices[accepted] };
@@ -121,7 +121,7 @@ export class Batch {
       const end = tokens.indexOf(this.endOfText);
       turn.tokens = end < 0 ? tokens : tokens.slice(0, end + 1);
       row.tokens.push(...turn.tokens);
-      row.step++;
+      row.step++;                                          //> self.steps[rows] += fine
       row.ended = end >= 0 || row.tokens.length >= row.limit;
       for (const model of [target, draft]) model.cached[row.id] = Math.min(model.cached[row.id], row.tokens.length - 1);
     }

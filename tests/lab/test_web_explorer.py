@@ -71,14 +71,13 @@ def decisions():
 def test_rule_and_random_numbers_equal_python_and_mutants_do_not(call):
     asked, expected = map(list, zip(*decisions(), strict=True))
     assert call("decide", [RULE, asked]) == expected and {each[0] for each in expected} == set(range(6))
-    for old, new in call("mutants"):
-        assert RULE.count(old) == 1 and call("decide", [RULE.replace(old, new), asked]) != expected, new
+    assert call("survivors", [RULE, asked]) == []
 
 
 def test_quoted_lines_stand_in_the_engine():
     engine = "\n".join(path.read_text("utf-8") for path in (ROOT / "bass_core").rglob("*.py"))
     quoted = re.findall(r"//> (.+)", RULE)
-    assert len(quoted) >= 8 and [line for line in quoted if line not in engine] == []
+    assert len(quoted) >= 14 and [line for line in quoted if line not in engine] == []
 
 
 WASM, PLAIN = "WebAssembly SIMD", "plain JavaScript"

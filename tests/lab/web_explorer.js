@@ -47,8 +47,18 @@ export async function seconds([path, steps]) {
   return steps.map(([lengths, k]) => clock({ lengths, k, drafter: true }));
 }
 
-/** Bugs to plant into rule.js: a text and its replacement. */
-export const mutants = () => [
+/** Plant each mutant into the rule. Return the mutants with the decisions of the true rule. */
+export async function survivors([source, vectors]) {
+  const expected = JSON.stringify(await decide([source, vectors])), found = [];
+  for (const [old, changed] of MUTANTS) {
+    if (source.split(old).length !== 2) throw new Error(`the rule has not one ${old}`);
+    const outcome = await decide([source.replace(old, () => changed), vectors]);
+    if (JSON.stringify(outcome) === expected) found.push(changed);
+  }
+  return found;
+}
+
+const MUTANTS = [
   ["Math.min(1, p_x / q_x)", "Math.min(1, q_x / p_x)"],
   ["numbers[accepted] < chances[accepted]", "numbers[accepted] > chances[accepted]"],
   ["Math.max(0, p_y - q[accepted][y])", "Math.abs(p_y - q[accepted][y])"],
