@@ -22,6 +22,7 @@ from bass_lab.texts.prompt_sets import prompt_set
 RULE = (ROOT / "docs/explorer/rule.js").read_text("utf-8")
 EPYC = "bass_core/assets/costs/amd-epyc-2-threads-dfc6af2c9333.json"
 SHORT = [prompt.splitlines()[0] + "\n" for prompt in prompt_set("mini", 64)]
+PAIR = functools.cache(bass.load_pair)
 CALL = "([name, given]) => import('/tests/lab/web_explorer.js').then((all) => all[name](given))"
 
 
@@ -88,7 +89,7 @@ SIZES = [(WASM, 64, 32), (PLAIN, 2, 16), pytest.param(PLAIN, 64, 32, marks=pytes
 @pytest.mark.parametrize(("arithmetic", "rows", "most"), SIZES)
 def test_tokens_and_accepted_lengths_equal_generate(call, arithmetic, rows, most, temperature):
     options, texts = {"temperature": temperature, "seed": 7}, SHORT[:rows]
-    out = bass.generate(bass.load_pair(), texts, draft_length=5, max_new_tokens=most, **options)
+    out = bass.generate(PAIR(), texts, draft_length=5, max_new_tokens=most, **options)
     kept = [steps.accepted.tolist() for _, steps in out.trace.steps.groupby("row")]
     given = [arithmetic == WASM, texts, options | {"k": 5, "newTokens": most}]
     assert call("decode", given) == [arithmetic, [ids.tolist() for ids in out.sequences], kept]
@@ -101,7 +102,7 @@ def test_clocks_and_tokenizer_equal_python(call):
         expected = [float(cost.step(len(lengths), k, lengths[0])) for lengths, k in steps]
         assert call("seconds", [f"/{path}", steps]) == pytest.approx(expected, rel=1e-12)
     texts = ["ü ½²x\n\n  y 12a", "漢字 🎉\t", "a\u0085 \ufeff b", "x<|endoftext|>\n", "don't  \r\n", ""]
-    assert call("encode", texts) == [bass.load_pair().tokenizer(text)["input_ids"] for text in texts]
+    assert call("encode", texts) == [PAIR().tokenizer(text)["input_ids"] for text in texts]
 
 
 def finished(page):
@@ -115,7 +116,7 @@ def finished(page):
 
 def test_page_names_the_gain_and_fetches_files_of_the_site_alone(opened):
     page, cost = opened("?clock=epyc"), CostModel.load(ROOT / EPYC)
-    regular = bass.generate(bass.load_pair(), prompt_set("mini", 8), draft_length=0, max_new_tokens=64)
+    regular = bass.generate(PAIR(), prompt_set("mini", 8), draft_length=0, max_new_tokens=64)
     gain = predict(cost, regular.trace) / predict(cost, finished(page).trace)
     assert re.match(rf"Same text in 8 of 8 rows\. .* {gain:.2f} times as fast", page.inner_text("#status"))
     records = (ROOT / "bass_lab/assets/records/draft_lengths_embedded_cpu.jsonl").read_text().splitlines()
