@@ -174,9 +174,9 @@ function softmax(scores, start, visible, positions, scale) {
   scores.fill(0, start + visible, start + positions);
 }
 
-/** A draft without a model: every token is equally likely. The noise breaks ties at temperature 0. */
-export function guesses(vocabulary) {
-  const noise = (id, length) => (_, token) => 1e-6 * Math.sin(token * (31 * id + length));
-  const logits = ({ id, tokens }) => [new Float32Array(vocabulary).map(noise(id, tokens.length))];
+/** A draft without a model: every token is equally likely. Noise chooses one at temperature 0. */
+export function guesses(vocabulary, temperature) {
+  const scale = temperature ? 0 : 1e-3, noise = (i) => (_, token) => scale * ((1e4 * Math.sin((token + 1) * i)) % 1);
+  const logits = ({ id, tokens }) => [new Float32Array(vocabulary).map(noise(99 * id + tokens.length))];
   return { cached: [], feed: (rows) => rows.map(logits) };
 }

@@ -12,9 +12,11 @@ const TITLES = {
   rejected: "✗ rejected",
   unread: "– not looked at",
   bonus: "+ the large model’s own",
-  last: "✓ kept, the last in lock-step",
-  wasted: "– right, but another row waits",
+  last: "+ the large model’s own (the guess was right)",
+  wasted: "– right, but lost: another row was wrong earlier",
+  after: "– after the end",
 };
+const reason = { unread: "A guess before it was rejected.", after: "The text had ended before." };
 const number = (value) => (value >= 0.0005 || value === 0 ? value.toFixed(3) : value.toExponential(0));
 const word = (text) => element("span", { className: "token" }, text);
 const line = (...parts) => element("p", {}, ...parts);
@@ -24,14 +26,14 @@ export function showSlot({ state, token, bars, chance, number: u, next, residual
   const title = element("h3", {}, `${slot + 1} `, word(token), ` ${TITLES[state]}`);
   const card = element("div", { className: `slot ${state}` }, title, ...bars.map((bar) => showBar(bar, token, "pq")));
   const [p, q = 0] = bars[0].probs;
-  if (state === "unread") card.append(line("A guess before it was rejected."));
+  if (reason[state]) card.append(line(reason[state]));
   else if (!temperature) card.append(line(`${state === "rejected" ? "Not" : "It is"} p’s likeliest token.`));
   else if (state === "bonus") card.append(line("Drawn from p."));
   else {
     card.append(line(`min(1, p/q) = min(1, ${number(p)} / ${number(q)}) = ${number(chance)}`));
     card.append(line(`random number ${number(u)} ${u < chance ? "<" : "≥"} ${number(chance)}`));
   }
-  if (next) card.append(line(temperature ? "Drawn from r = max(0, p − q) instead: " : "Instead: ", word(next)));
+  if (next) card.append(line(temperature ? "Drawn instead, from r = max(0, p − q), scaled: " : "Instead: ", word(next)));
   card.append(...(residual ?? []).map((bar) => showBar(bar, next, "r")));
   return card;
 }

@@ -6,9 +6,9 @@ import { asPython } from "./python.js";
 const $ = (id) => document.getElementById(id);
 const controls = [...$("settings").elements].filter((control) => control.name);
 const head = $("raster").tHead.rows[0], lines = $("raster").tBodies[0].rows;
-const plain = new URLSearchParams(location.search).has("plain"); // ?plain: decode without WebAssembly
-const worker = new Worker(`worker.js${plain ? "?plain" : ""}`, { type: "module" });
+const worker = new Worker(`worker.js${location.search}`, { type: "module" }); // ?plain: without WebAssembly
 const MOST_PASSES = 63; // of regular decoding: 64 new tokens, the first from reading the prompt
+const LONGEST = 3000; // characters of a prompt
 $("status").textContent = "Loading the two models …";
 let sources, run, firstResult, number = 0, whenFinished = () => {};
 // --- Settings: the controls, and the address that a teacher can send ------------------------------------------------
@@ -25,60 +25,56 @@ function setControls(values) {
   for (const control of controls) {
     const { name, min, max, step } = control, asked = values.get(name) ?? initial(control);
     const steps = Math.round(Math.min(max, Math.max(min, parseFloat(asked))) / step); // NaN unless both are numbers
-    control.value = !min ? asked.slice(0, control.maxLength) : Number.isNaN(steps) ? initial(control) : steps * step;
+    control.value = !min ? asked.slice(0, LONGEST) : Number.isNaN(steps) ? initial(control) : steps * step;
     if (control.selectedIndex === -1) control.value = initial(control);
     const isTaken = min ? Number(control.value) === Number(asked) : control.value === asked.replaceAll("\r\n", "\n");
-    if (!isTaken) notes.push(`${name} cannot be ${asked.slice(0, 30)}; the page takes ${control.value.slice(0, 30)}.`);
+    const label = control.labels[0].firstChild.data.split(/[:,]/)[0].trim();
+    const taken = asked.length > LONGEST ? `its first ${LONGEST} characters` : control.value;
+    if (!isTaken) notes.push(`${label} cannot be ${asked.slice(0, 30)}; the page takes ${taken}.`);
   }
   return notes.join(" ");
 }
 
-function settings() {
-  const { keep, prompt, ...found } = Object.fromEntries(controls.map(({ name, value }) => [name, value]));
-  for (const { name, min } of controls) if (min) found[name] = Number(found[name]);
-  return { ...found, lockStep: keep === "lock-step", prompt: prompt.trim() && prompt };
-}
-
-/** Decode with the current settings. on: run, else wait for single steps. */
-function start(on = true) {
+/** Decode with these values, and tell about refused values. */
+function start(values) {
   whenFinished();
   whenFinished = () => {};
-  for (const control of controls) control.parentNode.querySelector("output")?.replaceChildren(control.value);
+  const note = setControls(values), chosen = Object.fromEntries(controls.map(({ name, value }) => [name, value]));
+  for (const control of controls) control.parentNode.querySelector("b")?.replaceChildren(control.value);
+  for (const { name, min } of controls) if (min) chosen[name] = Number(chosen[name]);
   history.replaceState(null, "", location.pathname + (changes() && `?${changes()}`));
-  run = { id: ++number, settings: settings(), isFirst: !changes(), lanes: [], cells: new Map(), ended: false };
-  $("python").querySelector("pre").textContent = asPython(run.settings);
-  $("note").textContent = "";
-  worker.postMessage({ start: { ...run.settings, id: run.id } });
-  go(on);
-}
-
-function end() {
-  run.ended = true;
-  $("go").textContent = "Run again";
+  run = { id: ++number, settings: chosen, isFirst: !changes(), lanes: [], cells: new Map() };
+  Object.assign(chosen, { lockStep: chosen.keep === "lock-step", prompt: chosen.prompt.trim() && chosen.prompt });
+  $("python").querySelector("pre").textContent = asPython(chosen);
+  $("note").textContent = note;
+  document.body.dataset.settings = Object.entries(chosen).map((each) => each.join(": ")).join("; "); // for print
+  showRows({ texts: [] });
+  worker.postMessage({ start: { ...chosen, id: run.id } });
+  go(true);
 }
 
 function go(on) {
   run.on = on;
+  run.ended = $("one").disabled = false;
   $("go").textContent = on ? "Pause" : "Go on";
+  $("status").textContent = on ? "Decoding …" : "Paused.";
   worker.postMessage({ go: on });
 }
 
-/** Start with these values, and tell about refused values. */
-function startWith(values) {
-  const note = setControls(values);
-  start();
-  $("note").textContent = note;
+function end() {
+  run.ended = $("one").disabled = true;
+  $("go").textContent = "Run again";
 }
 
-$("settings").addEventListener("change", () => startWith(new URLSearchParams(changes())));
+const again = () => start(new URLSearchParams(changes()));
+$("settings").addEventListener("change", again);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
-$("go").onclick = () => (run.ended ? start() : go(!run.on));
+$("go").onclick = () => (run.ended ? again() : go(!run.on));
 $("one").onclick = () => {
-  if (run.ended) start(false);
-  else if (run.on) go(false);
+  if (run.on) go(false);
   worker.postMessage({ one: true });
 };
-$("reset").onclick = () => startWith(new URLSearchParams());
+$("reset").onclick = () => start(new URLSearchParams());
 
 // --- The worker's messages ------------------------------------------------------------------------------------------
 const receivers = { progress: showProgress, ready: begin, started: showRows, step: advance, finished: finish, stop };
@@ -103,12 +99,11 @@ function begin(ready) {
   sources = ready.sources;
   document.body.dataset.arithmetic = ready.arithmetic;
   document.querySelector("aside").inert = false;
-  startWith(new URLSearchParams(location.search));
+  start(new URLSearchParams(location.search));
 }
 
 function showRows({ texts }) {
   const { device, dtype, torch, path } = sources[run.settings.clock] ?? {};
-  $("status").textContent = "Decoding …";
   $("source").textContent = device
     ? `Modelled: the clock adds up pass times recorded on ${device} (${dtype}, PyTorch ${torch}; ${path}).`
     : "Measured: the clock adds up the times of this browser’s passes.";
@@ -118,6 +113,7 @@ function showRows({ texts }) {
   $("texts").replaceChildren(...texts.map((text) => element("pre", { tabIndex: 0 }, text)));
   $("slots").replaceChildren();
   $("opened-text").textContent = "Open a cell.";
+  advance({ lane: 0, passes: 0, seconds: 0, tokens: 0, turns: [] });
 }
 
 function advance({ lane, passes, seconds, tokens, turns }) {
@@ -126,6 +122,7 @@ function advance({ lane, passes, seconds, tokens, turns }) {
     addText(turn);
     if (passes) addCell(turn, passes);
   }
+  if (turns.length && passes && !run.on) open([...run.cells.keys()].at(-turns.length)); // single steps
   const [ours, regular] = [0, 1].map((each) => run.lanes[each] ?? { passes: 0, seconds: 0, tokens: 0 });
   const width = Math.max(ours.seconds, (MOST_PASSES * regular.seconds) / Math.max(1, regular.passes), 1e-9);
   for (const [i, state] of [ours, regular].entries()) {
@@ -147,10 +144,9 @@ function addText({ row, texts }) {
 // --- Cells ----------------------------------------------------------------------------------------------------------
 function addCell(turn, pass) {
   const { row, accepted, drafted } = turn, share = drafted ? accepted / drafted : 0;
-  const words = drafted ? `kept ${accepted} of ${drafted} guesses` : "nothing guessed";
-  const label = `Text ${row + 1}, pass ${pass}: ${words}`;
-  const button = element("button", { type: "button", tabIndex: run.cells.size ? -1 : 0, ariaLabel: label });
-  button.append(drafted ? `${accepted}` : "–");
+  const [sign, words] = drafted ? [accepted, `kept ${accepted} of ${drafted} guesses`] : ["–", "nothing guessed"];
+  const label = `Text ${row + 1}, pass ${pass}: ${words}`, properties = { type: "button", ariaLabel: label };
+  const button = element("button", { ...properties, tabIndex: run.cells.size ? -1 : 0 }, `${sign}`);
   button.style.setProperty("--share", share);
   button.classList.toggle("deep", share > 0.68);
   button.onclick = () => open(button);
@@ -183,13 +179,12 @@ function finish({ same, computing }) {
   const { rows, temperature } = run.settings, [ours, regular] = run.lanes;
   const gain = ours.tokens / ours.seconds / (regular.tokens / regular.seconds), perPass = ours.tokens / run.cells.size;
   const text = same === rows || !temperature ? `Same text in ${same} of ${rows} rows`
-    : `Other draws from the same distribution, ${same} of ${rows} texts equal`;
-  const speed = gain < 1 ? `Only ${gain.toFixed(2)} times the speed of` : `${gain.toFixed(2)} times as fast as`;
+    : `Other random draws from the same distribution (${same} of ${rows} texts equal)`;
+  const speed = `${gain < 1 ? "Only " : ""}${gain.toFixed(2)} times as many tokens per second as`;
   const clock = sources[run.settings.clock] ? `on ${sources[run.settings.clock].device}, modelled` : "in this browser";
   const yields = `${perPass.toFixed(1)} tokens per row and pass instead of 1`;
   $("status").textContent = `${text}. ${yields}. ${speed} regular decoding (${clock}).`;
-  const here = `${ours.tokens + regular.tokens} tokens in ${(computing / 1e3).toFixed(1)} s`;
-  $("source").append(` This browser decoded ${here}.`);
+  $("source").append(` Decoded here: ${ours.tokens + regular.tokens} tokens in ${(computing / 1e3).toFixed(1)} s.`);
   end();
   const cells = [...run.cells.keys()], isMixed = ({ accepted, drafted }) => accepted > 0 && accepted < drafted;
   const telling = cells.find((cell) => isMixed(run.cells.get(cell))) ?? cells[0];
@@ -201,22 +196,21 @@ function finish({ same, computing }) {
 
 /** Decode with these changes of the first settings. Return the result, or undefined if another run replaces the run. */
 function decoded(change) {
-  startWith(new URLSearchParams(change));
+  start(new URLSearchParams(change));
   return new Promise((resolve) => { whenFinished = resolve; });
 }
 
 async function ask(question, prediction) {
-  const { change, measure, words } = question.dataset, answer = question.querySelector("output");
+  const { change, measure, words, why } = question.dataset, answer = question.querySelector("output");
   answer.textContent = `You say: ${prediction.textContent}. Decoding …`;
   const before = firstResult ?? await decoded(""), after = before && await decoded(change);
   if (!after) return answer.replaceChildren();
   const difference = after[measure] - before[measure];
   const direction = Math.abs(difference) < 0.02 * before[measure] ? 0 : Math.sign(difference);
   const [from, to] = [before, after].map((result) => Number(result[measure].toPrecision(3)));
-  const verdict = direction === Number(prediction.value) ? "You were right." : `You said: ${prediction.textContent}.`;
-  answer.textContent = `${words}: ${from} → ${to}. ${verdict}`;
+  const right = question.querySelector(`[value="${direction}"]`).textContent, said = prediction.textContent;
+  const verdict = said === right ? "You were right" : `You said ${said}, it is ${right}`;
+  answer.textContent = `${words}: ${from} → ${to}. ${verdict}. ${why}`;
 }
 
-for (const question of $("questions").children) {
-  for (const button of question.querySelectorAll("button")) button.onclick = () => ask(question, button);
-}
+for (const button of $("questions").querySelectorAll("button")) button.onclick = () => ask(button.parentNode, button);

@@ -14,12 +14,10 @@ const RECORDS = {
 const MEGABYTES = 96; // weights, caches and activations
 const NEW_TOKENS = 64;
 const PACE = 100; // least milliseconds between two steps, so that eyes can follow
-const SHOWN = 4; // tokens of a distribution
 
 const models = {}, clocks = {};
 let memory, weightsEnd, tokenizer, prompts, run;
-const queue = []; // requests of the page
-let wake = () => {};
+let wake = () => {}, queue = []; // requests of the page
 
 self.onmessage = ({ data }) => { queue.push(data); wake(); };
 
@@ -51,7 +49,6 @@ async function load() {
   ]);
   tokenizer = new Tokenizer(file);
   prompts = (await problems.text()).trim().split("\n").slice(0, 8).map((line) => JSON.parse(line).prompt);
-  models.guesses = guesses(models.target.vocabulary);
   const sources = {};
   for (const [i, [clock, path]] of Object.entries(RECORDS).entries()) {
     clocks[clock] = recordedClock(records[i]);
@@ -86,16 +83,16 @@ async function loadModel(name) {
 async function begin({ k, rows, temperature, seed, draft, lockStep, clock, prompt, id }) {
   run = undefined;
   memory.used = weightsEnd; // frees the caches of the last run
-  if (!models[draft]) await loadModel(draft);
+  if (!models[draft] && draft !== "guesses") await loadModel(draft);
   const texts = prompt ? Array(rows).fill(prompt) : prompts.slice(0, rows);
   const tokens = texts.map((text) => tokenizer.encode(text));
   const longest = Math.max(...tokens.map((row) => row.length)), most = models.target.context - NEW_TOKENS;
   if (longest > most) throw new RangeError(`the prompt has ${longest} tokens, and the models read up to ${most}.`);
   const runner = (model) => new Runner(model, rows, Math.ceil((longest + NEW_TOKENS) / 8) * 8);
-  const drafter = models[draft] instanceof Llama ? runner(models[draft]) : models[draft];
+  const drafter = models[draft] ? runner(models[draft]) : guesses(models.target.vocabulary, temperature);
   const common = { temperature, seed, newTokens: NEW_TOKENS, endOfText: tokenizer.end };
   const batch = (drafting, own) => new Batch(runner(models.target), drafting, tokens, { ...common, ...own });
-  const batches = [batch(drafter, { k, lockStep }), batch(models.guesses, { k: 0 })]; // regular decoding drafts nothing
+  const batches = [batch(drafter, { k, lockStep }), batch({ cached: [] }, { k: 0 })]; // regular decoding drafts nothing
   const lanes = batches.map((each) => ({ batch: each, seconds: 0, tokens: 0 }));
   const decoders = texts.map(() => tokenizer.decoder());
   run = { id, clock, drafter: draft !== "guesses", lanes, decoders, computing: 0, due: 0 };
@@ -135,13 +132,15 @@ function decode(i) {
 function shown(turn, { temperature }) {
   const { row, x, q, p, accepted, passed, next, tokens, chances = [], numbers = [], weights } = turn;
   const isCut = accepted < passed; // lock-step: the rule would have kept more
+  const kept = Math.min(accepted, tokens.length), isOver = tokens.length <= accepted; // the text ended in a draft token
   const stateOf = (slot) => {
-    if (slot < accepted) return "kept";
+    if (slot < kept) return "kept";
+    if (isOver) return "after";
     if (slot < passed) return slot === accepted ? "last" : "wasted";
     if (slot > passed) return "unread";
     return slot === x.length ? "bonus" : "rejected";
   };
-  const all = passed === x.length && !isCut ? [...x, next] : x; // with the bonus token
+  const all = passed === x.length && !isCut && !isOver ? [...x, next] : x; // with the bonus token
   const slots = all.map((token, slot) => {
     const state = stateOf(slot), bars = top([p[slot], q[slot]], token);
     const found = { state, token: name(token), chance: chances[slot], number: numbers[slot], bars };
@@ -149,14 +148,14 @@ function shown(turn, { temperature }) {
     return { ...found, next: name(next), residual: temperature ? top([weights], next) : [] };
   });
   const texts = tokens.map((token, i) => [run.decoders[row.id](token), i < accepted || isCut]);
-  return { row: row.id, accepted, drafted: x.length, slots, texts };
+  return { row: row.id, accepted: kept, drafted: x.length, slots, texts };
 }
 
-/** Return `chosen` and the most probable other tokens, with their probabilities in each distribution. */
+/** Return `chosen` and the three most probable other tokens, with their probabilities in each distribution. */
 function top(distributions, chosen) {
   const known = distributions.filter(Boolean), most = (id) => Math.max(...known.map((probs) => probs[id]));
   const likely = [...known[0].keys()].filter((id) => id !== chosen && most(id) > 0.001);
-  const ids = [chosen, ...likely.sort((a, b) => most(b) - most(a)).slice(0, SHOWN - 1)];
+  const ids = [chosen, ...likely.sort((a, b) => most(b) - most(a)).slice(0, 3)];
   return ids.map((id) => ({ token: name(id), probs: known.map((probs) => probs[id]) }));
 }
 

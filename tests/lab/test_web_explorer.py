@@ -118,7 +118,7 @@ def test_page_names_the_gain_and_fetches_files_of_the_site_alone(opened):
     page, cost = opened("?clock=epyc"), CostModel.load(ROOT / EPYC)
     regular = bass.generate(PAIR(), prompt_set("mini", 8), draft_length=0, max_new_tokens=64)
     gain = predict(cost, regular.trace) / predict(cost, finished(page).trace)
-    assert re.match(rf"Same text in 8 of 8 rows\. .* {gain:.2f} times as fast", page.inner_text("#status"))
+    assert re.match(rf"Same text in 8 of 8 rows\. .* {gain:.2f} times as many tokens per second", page.inner_text("#status"))
     records = (ROOT / "bass_lab/assets/records/draft_lengths_embedded_cpu.jsonl").read_text().splitlines()
     wanted = {"method": "batched", "k": 5, "batch": 8, "prompt_set": "mini"}
     [record] = [line for line in map(json.loads, records) if wanted.items() <= line.items()]
@@ -135,7 +135,8 @@ def test_page_names_the_gain_and_fetches_files_of_the_site_alone(opened):
 def test_narrow_page_works_by_keyboard_and_names_refused_settings(opened):
     page = opened("?rows=2&k=99&temperature=1&seed=5&draft=unaligned_draft&keep=all", width=380)
     finished(page)
-    assert page.inner_text("#note") == "k cannot be 99; the page takes 10. keep cannot be all; the page takes ragged."
+    refused = "Draft length cannot be 99; the page takes 10. What rows keep cannot be all; the page takes ragged."
+    assert page.inner_text("#note") == refused
     assert page.url.endswith("?k=10&rows=2&temperature=1&seed=5&draft=unaligned_draft")
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
     page.locator("#raster button").first.focus()
