@@ -169,7 +169,7 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
             bar.n = share
             bar.refresh()
 
-        own_texts = min(96, max(1, tokens // 5_000))
+        own_texts = min(96, max(1, tokens // 10_000))
         texts = corpus.library_functions()
         return align(pair, texts, tokens=tokens, own_texts=own_texts, seed=seed, progress=tell)
 
