@@ -106,7 +106,9 @@ import sys
 sys.modules["ipywidgets"] = None
 import bass_core as bass
 from bass_lab.lessons import l00_figures, l01_figures, l02_figures, l05_figures, l06_figures, l07_figures, l09_figures
+from bass_lab import evaluation
 from bass_lab.lessons import l11_figures
+from bass_lab.measure.records import shipped
 from bass_lab.lessons.l03_explorer import AcceptanceExplorer
 from bass_lab.lessons.l04_explorer import LengthExplorer
 from bass_lab.show import live_figures
@@ -120,6 +122,7 @@ runs = l00_figures.runs_by_length(pair, prompts, [2], max_new_tokens=6)
 views = [l00_figures.draft_length_slider(runs, value=2), l02_figures.lock_step_explorer(), explorer.widget]
 replayed = AcceptanceExplorer.replay(explorer.out.trace, pair.tokenizer)
 views += [LengthExplorer(batch=2, repeats=2).widget, replayed.widget]
+views += [l09_figures.budget_explorer(evaluation.load(shipped("quality_embedded_cpu")), {})]  # without a value
 for view in views:
     shown = []
     live_figures.display = lambda *parts: shown.extend(parts)
@@ -131,7 +134,8 @@ for view in views:
 def test_views_without_ipywidgets_are_plain_figures():
     found = subprocess.run([sys.executable, "-c", WITHOUT_WIDGETS], capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
-    slider, lock_step, explorer, lengths, replayed = map(ast.literal_eval, found.stdout.strip().splitlines()[-5:])
+    slider, lock_step, explorer, lengths, replayed, budgets = map(ast.literal_eval, found.stdout.splitlines()[-6:])
+    assert budgets[1].startswith("problem: ") and budgets.count("Figure") == 1
     assert slider[1] == "draft length: 2" and "<b>k = 2</b>" in slider[2] and slider[3] == "Figure"
     assert lock_step.count("Figure") == 1 and "batch size: 8" in lock_step
     assert "draft length: 3" in explorer and explorer.count("Figure") == 2 and "row: 1" in explorer
