@@ -196,8 +196,8 @@ def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
 
 
 def shares_figure(records: pd.DataFrame) -> go.Figure:
-    """Return percent of a copy's bandwidth against bytes, for `ragged` and the fastest peer. The floor is at 100."""
-    figure = empty_figure("Share of a copy's bandwidth", "MB of keys and values per layer", "percent", 430)
+    """Return percent of a copy's bandwidth against bytes, for `ragged` and the fastest peer. The limit is at 100."""
+    figure = empty_figure("Bandwidth", "MB of keys and values per layer", "percent of a copy's bandwidth", 430)
     case = ["model", "batch", "query_length", "kv_length", "distribution"]
     peers = records[~records.kernel.isin(KERNELS)].sort_values("us").drop_duplicates(case)
     for name, part, look in (("ragged", records[records.kernel == "ragged"], "accepted"),
@@ -207,7 +207,7 @@ def shares_figure(records: pd.DataFrame) -> go.Figure:
         hover = "%{customdata[0]}, %{customdata[2]}, batch %{customdata[3]}, Q %{customdata[4]}, "
         hover += "%{customdata[5]} keys %{customdata[6]}: %{customdata[1]:.1f} µs, %{y:.0f}%<extra></extra>"
         figure.add_trace(points.update(hovertemplate=hover))
-    figure.add_hline(100, line={"color": "black", "width": 1}, annotation_text="floor: as fast as a copy")
+    figure.add_hline(100, line={"color": "black", "width": 1}, annotation_text="limit: as fast as a copy")
     return figure.update_xaxes(type="log", dtick=1).update_yaxes(rangemode="tozero")
 
 
@@ -222,7 +222,7 @@ def records_figure(records: pd.DataFrame) -> go.Figure:
     """Return every measured case of at least 64 MB as a point: percent of the copy bandwidth, by kernel."""
     large = records.query("gb >= 0.064")
     kernels = large.groupby("kernel").percent_of_copy.median().sort_values().index
-    title = "Measured bandwidth per kernel"
+    title = "Recorded bandwidth per kernel (a dot is a case, a box the middle half of the cases)"
     figure = empty_figure(title, "percent of a copy's bandwidth", "", height=140 + 40 * len(kernels))
     for kernel in kernels:
         part = large[large.kernel == kernel]

@@ -111,9 +111,9 @@ def nearest_to_the_paper(record: GpuRecord | None) -> pd.Series | None:
 
 
 def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
-    """Return times at the paper's 7.8B + 310M by batch size: roofline of regular decoding, measured on a GPU, paper.
+    """Return times at the paper's 7.8B + 310M by batch size: roofline of regular decoding, recorded on a GPU, paper.
 
-    Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (mean per
+    Columns: batch, way, source ("recorded", "roofline" or "the paper"), method, device, dtype, synthetic, ms (mean per
     token of a row), over_regular_mean, tokens/s, over_regular, bandwidth (share of a copy's), exact (of the embedded
     pair).
     """
@@ -127,7 +127,7 @@ def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
         lines.append(line | {"ms": 1e3 * least, "tokens/s": batch / least})
     line = PAPER | {"way": "batched", "source": "the paper", "method": "batched", "synthetic": False}
     lines.append(line | {"ms": PAPER["mean ms per token"]})
-    order = {"roofline": 0, "measured": 1, "the paper": 2}
+    order = {"roofline": 0, "recorded": 1, "the paper": 2}
     table = pd.DataFrame(lines, columns=COLUMNS)
     return table.sort_values(["batch", "source"], key=lambda column: column.replace(order), kind="stable")
 
@@ -137,6 +137,6 @@ def _measured(line: dict) -> dict:
     parts = [f"{line['method']} {line['policy']}".strip()]
     parts += [f"α {line['alpha']:g}"] if pd.notna(line["alpha"]) else []
     parts += [line[name] for name, usual in PLAIN.items() if line[name] != usual]
-    found = {"way": ", ".join(parts), "source": "measured", "ms": line["mean_ms"]}
+    found = {"way": ", ".join(parts), "source": "recorded", "ms": line["mean_ms"]}
     used = line["utilisation"] or {}
     return found | {"tokens/s": line["tokens_per_second"], "bandwidth": used.get("bandwidth")}

@@ -40,7 +40,8 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
     mark = {"symbol": "line-ns", "size": 8, "line": {"color": "white", "width": 1.5}}
     shown = pieces[pieces.request.isin(number)]
     ticks = go.Scatter(x=shown["at"], y=shown.request, mode="markers", marker=mark, showlegend=False, hoverinfo="skip")
-    figure.add_trace(ticks)
+    if len(requests) <= 20:  # more ticks would cover the bars
+        figure.add_trace(ticks)
     reasons = requests.get("finish_reason", pd.Series("", index=requests.index))
     left = (reasons == "budget").to_numpy()
     gone = curve("client leaves", requests.ended[left], number[left], "recovered", "markers")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -124,14 +125,16 @@ def summary(view: View, column: str | None = None) -> pd.DataFrame:
 def figure(view: View) -> go.Figure:
     """Return the value along the axis, a line per combination, with intervals if the records have them."""
     better = f", {view.metric['better']} is better" if "better" in view.metric else ""
-    title = f"{view.value} against {view.across}{better}" + (f" ({view.only})" if view.only else "")
-    drawn = empty_figure(title, view.across, view.metric.get("unit", view.value), 440)
-    wide = summary(view)
+    value, across = view.metric.get("unit", view.value), view.across.replace("_", " ")
+    title = f"{value[:1].upper()}{value[1:]}, by {across}{better}" + (f" ({view.only})" if view.only else "")
+    drawn, wide = empty_figure(title, across, value, 440), summary(view)
+    points = np.arange(len(wide))
     for place, name in enumerate(wide):
-        line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])
+        beside = points + 0.06 * (place - (len(wide.columns) - 1) / 2)  # intervals of several lines stay apart
+        line = curve(name, beside, wide[name], CURVES[place % len(CURVES)], customdata=wide.index.astype(str))
         if view.has_intervals:
             line.update(error_y=interval(wide[name], *(summary(view, end)[name] for end in ("low", "high"))))
-        drawn.add_trace(line.update(hovertemplate=f"{view.across} %{{x}}, {name}: %{{y:.3g}}<extra></extra>"))
+        drawn.add_trace(line.update(hovertemplate=f"{across} %{{customdata}}, {name}: %{{y:.3g}}<extra></extra>"))
     if view.value == "over_regular":
         drawn.add_hline(1, line={"color": "#444444", "width": 1})
-    return drawn.update_xaxes(type="category").update_yaxes(rangemode="tozero")
+    return drawn.update_xaxes(tickvals=points, ticktext=wide.index.astype(str)).update_yaxes(rangemode="tozero")

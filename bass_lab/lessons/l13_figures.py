@@ -36,8 +36,8 @@ def attention_figure(weights: pd.DataFrame) -> go.Figure:
         z=weights.to_numpy(), x=list(weights.columns), y=list(weights.index), colorscale="Blues", zmin=0,
         colorbar={"title": "weight"}, hovertemplate="written %{y}<br>source %{x}<br>weight %{z:.2f}<extra></extra>",
     )  # fmt: skip
-    figure.add_trace(drawn).update_xaxes(tickangle=60)
-    return figure.update_yaxes(autorange="reversed").update_layout(margin={"l": 110, "b": 110})
+    figure.add_trace(drawn).update_xaxes(tickangle=90, dtick=1)
+    return figure.update_yaxes(autorange="reversed", dtick=1).update_layout(margin={"l": 110, "b": 110})
 
 
 def sources_figure(table: pd.DataFrame) -> go.Figure:

@@ -31,6 +31,7 @@ WIDTH = 100  # characters of a printed line; slides break longer lines within a 
 
 STATES = {  # state: background in the table
     "measured": "#CDE7F5",
+    "recorded": "#D5EFDF",
     "modelled": "#FFF1C9",
     "reconstructed": "#E4DAF0",
     "not reproduced": "#F3D9CC",

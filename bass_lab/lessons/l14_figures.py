@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -67,10 +68,11 @@ def lengths_figure(table: pd.DataFrame, shown: Sequence[str], title: str) -> go.
 def phases_figure(phases: Mapping[str, tuple[float, float]], ridge: float) -> go.Figure:
     """Return operations per byte of each phase and the ridge. phases: (operations per byte, ms) by name."""
     figure = empty_figure("Two phases of one model (counted)", "operations per byte", "", 260)
-    names, values = list(phases), [intensity for intensity, _ in phases.values()]
-    texts = [f"{ms:.1f} ms at least" for _, ms in phases.values()]
-    looks = ["prefill", "regular", "verify"][: len(names)]
-    figure.add_trace(bars("", values, names, looks, orientation="h", text=texts))
+    for (name, (intensity, ms)), look in zip(phases.items(), ("prefill", "regular", "verify"), strict=True):
+        point = curve(name, [intensity], [name], look, "markers+text", text=f"{ms:.1f} ms at least", marker_size=14)
+        figure.add_trace(point.update(textposition="top center"))
     figure.add_vline(ridge, line={"color": "black", "dash": "dash"})
+    label = {"text": "ridge of an A100", "showarrow": False, "yanchor": "bottom"}
+    figure.add_annotation(x=math.log10(ridge), y=1, yref="paper", **label)  # annotations take logarithms on this axis
     figure.update_layout(showlegend=False, margin_l=200)
-    return figure.update_xaxes(type="log").update_yaxes(autorange="reversed")
+    return figure.update_xaxes(type="log", range=[0, 4]).update_yaxes(range=[2.5, -0.7])

@@ -132,7 +132,8 @@ def test_figure_and_table_agree_with_the_records():
     assert list(lines) == ["draft_length auto", "draft_length 4", "draft_length 7"] == list(summary)
     four = found.query("method == 'batched' and draft_length == 4 and batch_size == 8").iloc[0]
     line = lines["draft_length 4"]
-    assert list(line.x) == ["1", "2", "4", "8"] and line.y[3] == summary.loc[8, "draft_length 4"] == four.over_regular
+    assert line.customdata.tolist() == list("1248")
+    assert line.y[3] == summary.loc[8, "draft_length 4"] == four.over_regular
     assert line.y[3] + line.error_y.array[3] == pytest.approx(four.high)
 
 
@@ -144,8 +145,8 @@ def text_of_report(tmp_path, **parameters):
 @pytest.mark.ci
 def test_report_draws_sweeps_runs_of_papermill_and_files(folder, executed, tmp_path):
     text = text_of_report(tmp_path, folder=str(folder), across="length", value="found")
-    assert "4 records of 4 runs" in text and "found against length" in text and "size 2" in text
-    assert "No setting is best" in text and "the longer draft wins" not in text
+    assert "4 records of 4 runs" in text and "Found, by length" in text and "size 2" in text
+    assert "No setting is best" in text and "the longer draft is ahead" not in text
     assert "4 records of 2 runs" in text_of_report(tmp_path, folder=str(executed), value="product")
     file = records.SHIPPED / "embedded_cpu.jsonl"
     text = text_of_report(tmp_path, folder=str(file), value="mean_ms", only="prompt_set == 'mini'")

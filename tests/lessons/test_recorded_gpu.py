@@ -92,7 +92,7 @@ def test_recorded_methods_stand_between_roofline_and_paper(record):
     assert ways.ms["regular"] == 8 and ways.ms["batched k=best, α 0.8"] == 3
     assert ways["over_regular"]["batched k=goodput, α 0.02"] == pytest.approx(8 / 6)  # a useless draft
     assert ways.ms["transformers, sdpa, static cache"] == 9 and ways.ms["batched k=best, α 0.8, pad"] == 3
-    measured = table[table.source == "measured"]
+    measured = table[table.source == "recorded"]
     assert set(measured.device) == {gpu_box.DEVICE} and measured.synthetic.all() and measured.exact.all()
     least = table[table.source == "roofline"].set_index("batch").ms
     assert least[8] == pytest.approx(1e3 * (2 * 7.59e9 + 8 * 577 * 2 * 32 * 32 * 128 * 2) / gpu_box.COPY, rel=1e-3)
