@@ -3,6 +3,7 @@ parts of a figure. No figure depends on colour alone."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,9 +102,12 @@ def empty_figure(title: str, x: str, y: str, height: int) -> go.Figure:
 
 
 def panels(rows: int, columns: int, titles: Sequence[str], title: str, height: float, **options) -> go.Figure:
-    """Return a figure of empty panels with titles. options: of plotly's `make_subplots`."""
+    """Return a figure of empty panels with titles, wrapped for narrow pages. options: of plotly's `make_subplots`."""
+    if columns > 1:
+        titles = ["<br>".join(textwrap.wrap(each, 78 // columns)) for each in titles]
     figure = make_subplots(rows, columns, subplot_titles=titles, **options)
-    figure.update_layout(template=TEMPLATE, title_text=title, height=height, margin_t=80)
+    more = 18 * max((each.count("<br>") for each in titles), default=0)
+    figure.update_layout(template=TEMPLATE, title_text=title, height=height + more, margin_t=80 + more)
     return figure.update_annotations(font_size=None, **({"x": 0, "xanchor": "left"} if columns == 1 else {}))
 
 
