@@ -1,4 +1,4 @@
-"""Widgets of `live_figures`: figures that share one copy of plotly's script, and the line that resizes them."""
+"""Widgets of `live_figures`: figures with one shared copy of plotly's script, and a line to resize the figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _script() -> _Script:
 
 
 class Figure(go.FigureWidget):
-    """FigureWidget that loads `_Script`.
+    """FigureWidget with the script of `_Script`.
 
-    A FigureWidget of plotly loads 5 MB of its own. anywidget drops all updates of a widget whose script needs more than
-    two seconds, so two figures stay empty on a busy machine. It does not wait for a script loaded in `initialize`.
+    Each FigureWidget of plotly loads 5 MB. anywidget drops all updates of a widget after two seconds without a script,
+    and then two figures stay empty on a busy machine. A script loaded in `initialize` has no such limit.
     """
 
     _script = Unicode().tag(sync=True)
@@ -59,8 +59,8 @@ class Figure(go.FigureWidget):
 
 
 class Resizer(anywidget.AnyWidget):
-    """Empty line that sets the figures above to its own width, and carries the style of sliders and the busy sign.
-    anywidget figures do not resize by themselves."""
+    """Empty line. The figures above take the width of this line, because figures of anywidget do not resize. The line
+    also carries the style of sliders and the busy sign."""
 
     _css = """
     .bass-live .widget-hslider { width: auto; }

@@ -25,7 +25,8 @@ class _Still:
 
     def __init__(self, value: object = "", *_, **traits):
         self._observers: list[Callable] = []
-        for first in traits.get("options", ())[:1] if value == "" else ():  # ipywidgets selects the first option
+        if value == "" and traits.get("options"):  # ipywidgets selects the first option
+            first = traits["options"][0]
             value = first[1] if isinstance(first, tuple) else first
         self.children = value if isinstance(value, list) else ()
         vars(self).update({"value": value, "description": "", "disabled": False} | traits)

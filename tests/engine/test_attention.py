@@ -85,15 +85,20 @@ def test_probe_finds_keys_that_should_be_hidden(monkeypatch, architecture):
     assert "logits are off" in probe.probe(tiny_model(architecture, seed=6), "pad")
 
 
-def test_results_of_the_probe_keep_no_model_alive():
-    model = tiny_model.__wrapped__("llama", seed=7)
+def test_probe_leaves_the_model_as_it_was_and_keeps_none_alive():
+    model = tiny_model.__wrapped__("llama", seed=7).train()
+    before = model.config.to_dict(), model.config._attn_implementation
     probe.resolve(model)
+    assert all(module.training for module in model.modules())
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
 
 
-def test_kernels_without_a_gpu_are_refused():
+def test_unknown_paths_and_kernels_without_a_gpu_are_refused():
+    with pytest.raises(ValueError, match="attention must be one of"):
+        probe.resolve(tiny_model(), "flash")
     with pytest.raises(ValueError, match=r"needs the Triton kernels: .* need a CUDA GPU, and the model is on cpu"):
         bass.generate(bass.ModelPair(tiny_model()), torch.tensor([3, 4]), max_new_tokens=4, attention="ragged")

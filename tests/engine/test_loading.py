@@ -102,6 +102,13 @@ def test_feature_head_is_loaded_from_its_folder(target, tmp_path):
         bass.load_pair(target, draft=tmp_path)
 
 
+def test_tied_embeddings_are_not_missing(tmp_path):
+    folder = save(tmp_path, tiny_model(vocab_size=BYTES, tie_word_embeddings=True))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    pair = bass.load_pair(folder)
+    assert pair.target.lm_head.weight is pair.target.model.embed_tokens.weight
+
+
 def test_shards_are_loaded_and_a_lost_one_is_refused(target):
     (target / "model.safetensors").unlink()
     tiny_model(vocab_size=BYTES).save_pretrained(target, max_shard_size="30kB")

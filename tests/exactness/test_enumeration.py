@@ -1,7 +1,7 @@
 """The engine's exact distribution, with every random decision enumerated, equals the target's distribution.
 
-An enumeration takes seconds. `make test` runs the policies that cover the interface: fixed lengths, lengths per row and
-step, stops within a draft, the choice of submitted tokens. The other policies are slow tests.
+An enumeration takes seconds. The policies of `make test` cover the interface: fixed lengths, lengths per row and step,
+stops within a draft, the choice of submitted tokens. The other policies are slow tests.
 """
 
 import functools

@@ -5,8 +5,8 @@ import os
 import warnings
 
 import pytest
+import recording
 import torch
-from recording import use_on_cpu
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import TakingTurns
 
@@ -32,7 +32,7 @@ WAYS = ["graphs", pytest.param("compiled", marks=compiled), pytest.param("compil
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     if REHEARSED:
-        use_on_cpu(monkeypatch)
+        recording.use_on_cpu(monkeypatch)
 
 
 def pair_on_gpu(architecture="llama", dtype="float64", **changes):
@@ -51,12 +51,6 @@ def texts(generation) -> list[list[int]]:
 
 def alone(pair, prompts=PROMPTS, new=32) -> list[list[int]]:
     return [greedy_alone(pair.target, prompt.to(DEVICE), new).tolist() for prompt in prompts]
-
-
-def run_to_the_end(session, handles) -> list[list[int]]:
-    while not session.idle:
-        session.step()
-    return [session.result(handle).sequence.tolist() for handle in handles]
 
 
 @pytest.mark.parametrize("way", ["off", *WAYS])
@@ -146,7 +140,7 @@ def test_rows_with_own_sampling_equal_eager_steps(way):
     for compile in ("off", way):
         with bass.Session(pair_on_gpu(), compile=compile, draft_length=3, eos_token_id=()) as session:
             handles = [session.submit(p, max_new_tokens=24, **o) for p, o in zip(PROMPTS, own, strict=True)]
-            found.append(run_to_the_end(session, handles))
+            found.append(recording.texts(session, handles))
     assert found[0] == found[1]
 
 
@@ -216,7 +210,7 @@ def test_recordings_survive_freed_cublas_workspaces():
     with bass.Session(pair_on_gpu(dtype="bfloat16"), compile="graphs", draft_length=3, eos_token_id=()) as session:
         found = []
         for _ in range(4):
-            found.append(run_to_the_end(session, [session.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]))
+            found.append(recording.texts(session, [session.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]))
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
             torch.full((1 << 24,), float("nan"), device="cuda")  # overwrites the freed workspaces
@@ -228,7 +222,7 @@ def test_captures_survive_new_and_ended_rows():
         session.reserve(80)
         made = []
         for more in (0, 1, 2, 3, 1, 1):  # 1 twice more: a shape is captured at the second use
-            found = run_to_the_end(session, [session.submit(prompt, max_new_tokens=20 + more) for prompt in PROMPTS])
+            found = recording.texts(session, [session.submit(prompt, max_new_tokens=20 + more) for prompt in PROMPTS])
             assert found == alone(session.pair, new=20 + more)
             made.append(session.device_step.recordings)
         assert made[-2] == made[-1]
@@ -266,7 +260,7 @@ def test_moved_memory_is_recorded_again(policy):
             for _ in range(5):
                 session.step()
             handles.append(session.submit(PROMPTS[3], max_new_tokens=60))
-            found.append(run_to_the_end(session, handles))
+            found.append(recording.texts(session, handles))
             assert session.trace.meta["compile"] == way
     assert found[0] == found[1]
 

@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+from sessions import run_to_the_end
 from tiny import forward_passes, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -19,8 +20,7 @@ def test_first_layers_share_weights_and_leave_the_target_unchanged():
     with bass.Session(bass.ModelPair(target, LayerSkipDrafter(1)), draft_length=3, eos_token_id=()) as session:
         with forward_passes(target) as passes:  # hooks see the target's passes
             session.submit(ragged_prompts(5)[0], max_new_tokens=9)
-            while not session.idle:
-                session.step()
+            run_to_the_end(session)
         assert len(passes) == session.trace.steps.step.nunique() and session.trace.steps.drafted.sum() > 0
     with pytest.raises(ValueError, match="has only 2 layers; draft with fewer, got 2"):
         bass.Session(bass.ModelPair(tiny_model(), LayerSkipDrafter(2)))

@@ -121,3 +121,10 @@ def test_last_token_without_text_is_timed(server):
     assert run.pieces.groupby("request").at.size().tolist() == [1, 5]
     assert np.isfinite(run.latencies.first_ms).all() and (run.latencies.end_ms >= run.latencies.first_ms).all()
     assert run.requests.ended[1] - run.requests["first"][1] >= 4 * PIECE
+
+
+def test_missing_server_is_refused_before_sending():
+    with pytest.raises(OSError, match="refused"):
+        over_http(workload(["a"]), "127.0.0.1:9")
+    with pytest.raises(ValueError, match="url must be an http or https address"):
+        over_http(workload(["a"]), "ftp://somewhere")

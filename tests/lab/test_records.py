@@ -118,9 +118,11 @@ def test_records_folder_is_the_package_or_the_environments(tmp_path, monkeypatch
     monkeypatch.delenv("BASS_RECORDS", raising=False)
     assert records.shipped("embedded_cpu.jsonl").is_file() and records.shipped("latency_sweep").is_dir()
     table = lab.load_records()
+    assert len(table) > 1000
     speeds = table[table.source == "embedded_cpu.jsonl"]
     assert len(speeds) == len(records.shipped("embedded_cpu.jsonl").read_text().splitlines())
-    assert (speeds.identical == speeds.rows).all() and "quality_embedded_cpu/single.jsonl" in set(table.source)
+    assert (speeds.identical == speeds.rows).all() and speeds.over_regular.notna().all()
+    assert "quality_embedded_cpu/single.jsonl" in set(table.source)
     with pytest.raises(FileNotFoundError):
         lab.load_records("nowhere")
     (tmp_path / "mine.jsonl").write_text(json.dumps(LINE) + "\n")
