@@ -30,7 +30,8 @@ class ModelDrafter(Drafter):
 
     A step feeds the last two committed tokens, then single tokens. (After full acceptance, the model has not read its
     last draft token; otherwise the first pass rewrites the same values.) After steps without drafts, a row first
-    catches up on all missed tokens, because gaps in the cache would lower the acceptance rate.
+    catches up on all missed tokens, because gaps in the cache would lower the acceptance rate. A model with a recurrent
+    state reads each token once: the first pass feeds exactly the missed tokens of each row.
     """
 
     draws_ids = True
@@ -49,6 +50,8 @@ class ModelDrafter(Drafter):
         mine.vocabulary = setting.vocabulary  # of the target: larger ids are never drafted
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
         mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per batch slot
+        # Of a model with a recurrent state: the position where each row's last draft began.
+        mine.began = np.zeros_like(mine.cached)
         # With captured steps: a function of ids, starts, query lengths and host starts that returns logits [B, V].
         mine.captured = None
         return mine
@@ -69,7 +72,8 @@ class ModelDrafter(Drafter):
 
     def move_row(self, source: int, batch_slots: range) -> None:
         self.runner.cache.move_row(source, batch_slots)
-        self.cached[batch_slots.start : batch_slots.stop] = self.cached[source]
+        for table in (self.cached, self.began):
+            table[batch_slots.start : batch_slots.stop] = table[source]
 
     def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
         return self.runner.cache.save_row(batch_slot, length)
@@ -95,11 +99,35 @@ class ModelDrafter(Drafter):
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         rows = int(lengths.nonzero()[0][-1]) + 1  # later rows do not draft, and are not fed
 
+        if self.runner.states is not None:
+            return self._draft_with_states(context, lengths, policy, rows)
+
         def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
             return self._catch_up(context, rows) if token is None else self._feed(token, context, slot, lengths)
 
         with self.prepared():
             return self._draw(context, lengths, int(lengths.max()), feed, policy)
+
+    def _draft_with_states(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy, rows: int) -> Draft:
+        """`draft` with a recurrent model. Only the first `rows` rows are fed, since states may not miss tokens."""
+        resting = len(lengths) - rows
+        first = context._replace(
+            tokens=context.tokens[:rows], lengths=context.lengths[:rows], lengths_host=context.lengths_host[:rows]
+        )
+
+        def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
+            if token is None:
+                logits = self._read_missed(first, begins)
+            else:
+                logits = self._feed(token[:rows], first, slot, lengths[:rows], begins)
+            return F.pad(logits, (0, 0, 0, resting))
+
+        with self.prepared():
+            begins = self._read_surplus(first)
+            draft = self._draw(context, lengths, int(lengths.max()), feed, policy)
+        # Only now: after an interrupt, the next draft begins where this one began.
+        self.cached[:rows], self.began[:rows] = first.lengths_host, begins
+        return draft
 
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
         """`draft` with fixed shapes and without values on the host: lengths[b] <= most tokens for row b, none for 0 or
@@ -188,6 +216,32 @@ class ModelDrafter(Drafter):
         resting = len(context.lengths_host) - rows
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
 
+    def _read_surplus(self, context: Context) -> np.ndarray:
+        """Read all missed tokens except the last `CATCH_UP` of each row. Return the first position that is left: [B]."""
+        lengths = context.lengths_host
+        cached, began = self.cached[: len(lengths)], self.began[: len(lengths)]
+        while True:
+            begins = np.where(cached == lengths, began, cached)  # equal: an interrupted step repeats its draft
+            counts = (lengths - begins - CATCH_UP).clip(0, CATCH_UP)
+            if not counts.any():
+                return begins
+            self._feed_from(context, begins, counts)
+            cached[:] = begins + counts
+
+    def _read_missed(self, context: Context, begins: np.ndarray) -> Tensor:
+        """Read the rows' committed tokens from `begins` on. Return the logits [B, V] after the last one."""
+        counts = context.lengths_host - begins
+        logits = self._feed_from(context, begins, counts)  # [B, Q, V]
+        last = torch.as_tensor(counts - 1, device=logits.device)[:, None, None].expand(-1, 1, logits.shape[-1])
+        return self._comparable(logits.gather(1, last)[:, 0])
+
+    def _feed_from(self, context: Context, begins: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Feed counts[b] tokens of row b from position begins[b] on. Return the logits [B, Q, V]."""
+        starts = torch.as_tensor(begins, device=context.tokens.device)
+        at = starts[:, None] + torch.arange(int(counts.max()), device=starts.device)
+        ids = context.tokens.gather(1, at.clamp(max=context.tokens.shape[1] - 1))
+        return self.runner.feed(self._known(ids), starts, counts, starts_host=begins)
+
     def _feed_last(
         self,
         tokens: Tensor,
@@ -216,8 +270,11 @@ class ModelDrafter(Drafter):
         """Return the largest number of tokens that the draft model has not read in these rows."""
         return int((context.lengths_host[rows] - self.cached[rows]).max())
 
-    def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
-        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
+    def _feed(
+        self, token: Tensor, context: Context, slot: int, lengths: np.ndarray, begins: np.ndarray | None = None
+    ) -> Tensor:
+        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}. begins: positions of recurrent states,
+        before which no token can be rejected."""
         # Stopped rows continue if the capacity allows, which takes the fewest operators. Otherwise they repeat their
         # last committed position and write to the scratch slot. Their draws are ignored.
         goes_on = int(context.lengths_host.max()) + slot <= self.runner.capacity
@@ -229,6 +286,8 @@ class ModelDrafter(Drafter):
             return self._comparable(self.captured(*fed, context.lengths_host + offset))
         own, starts_host = self._own(), context.lengths_host + offset
         options = {} if own is None else {"features": own, "last_only": True}
+        if begins is not None:
+            options["committed_until"] = begins
         return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
     def _next_token(self, logits: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None, Tensor]:

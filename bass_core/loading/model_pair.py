@@ -16,7 +16,8 @@ from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafte
 from bass_core.loading.checkpoints import check_there, load_model, load_tokenizer, place, plain_tensors
 from bass_core.loading.compatibility import check_decoder, check_same_kind, check_same_tokens, transformers_model
 from bass_core.loading.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
-from bass_core.model.architectures import context_length, has_short_convolutions
+from bass_core.model.architectures import context_length
+from bass_core.model.recurrent import has_state
 
 ASSETS = Path(__file__).parents[1] / "assets"
 READER = "encoder_decoder"  # name of the embedded encoder-decoder pair
@@ -89,7 +90,7 @@ class ModelPair:
         """Reasons why passes of these models are launched without CUDA graphs; empty if there are none."""
         reasons = {
             "an encoder-decoder model's passes depend on source lengths, known only to the host": self.reads_sources,
-            "short convolutions do not support CUDA graphs": any(map(has_short_convolutions, self.models)),
+            "recurrent states do not support CUDA graphs": any(map(has_state, self.models)),
         }
         return [reason for reason, holds in reasons.items() if holds]
 

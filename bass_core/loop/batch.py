@@ -232,12 +232,12 @@ class LongPrompts:
         return self.chunk is not None and len(prompt.ids) > self.chunk and prompt.saved is None
 
     def read(self) -> range:
-        """Read a chunk and return its positions. The last chunk saves the prefill in the prompt. An interrupted chunk
-        is read again."""
+        """Read a chunk and return its positions. The last chunk saves the prefill in the prompt. After an interrupt, the
+        prompt is read again from its beginning, because some layers' recurrent states may have advanced."""
         prompt, batch_slot = self.request.prompt, self.rows.max_rows - 1
         batch_slots, whole = range(batch_slot, batch_slot + 1), len(prompt.ids)
         tokens = prompt.ids.to(self.rows.device)[None]  # [1, P]
-        chunk = range(self._read, min(self._read + self.chunk, whole))
+        chunk, self._read = range(self._read, min(self._read + self.chunk, whole)), 0
         if chunk.start == 0:
             self.target.cache.clear(batch_slots)  # a failed row may have left NaN, and kernels read whole blocks
             read_sources(self.target, self.drafter, [prompt], batch_slots)

@@ -1,7 +1,7 @@
 """Adapt architectures whose modules assume one cache length for all rows of a batch.
 
 `replacements` gives their modules a `forward` that uses the positions of the current pass. This covers position tables,
-relative biases, the two sets of rotary factors of longrope, and short convolutions. Add new architectures here.
+relative biases, the two sets of rotary factors of longrope, and recurrent states. Add new architectures here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from bass_core.model import transformers_internals as internals
-from bass_core.model.cache import RaggedCache, TokenStates
-from bass_core.model.forward_pass import Pass, current_pass
+from bass_core.model.cache import TokenStates
+from bass_core.model.forward_pass import current_pass
 from bass_core.model.patching import Change, Switch
+from bass_core.model.recurrent import keeps_state, with_row_states
 
 
 def switch(
@@ -42,8 +43,8 @@ def replacements(model: PreTrainedModel) -> list[Change]:
             found.append((table, "forward", _at_positions(module)))
         elif (width := internals.sinusoidal_width(module)) is not None:
             found.append((table, "forward", _at_computed_positions(module, width, model.dtype)))
-        elif internals.is_short_convolution(module):
-            found.append((table, "forward", convolution_by_position(module)))
+        elif keeps_state(module):
+            found.append((table, "forward", with_row_states(module)))
         elif internals.has_relative_bias(module):
             found.append((table, "compute_bias", _bias_by_row(module)))
     return found
@@ -61,11 +62,6 @@ def keeping(model: PreTrainedModel, hidden: TokenStates) -> list[Change]:
         return output
 
     return [(vars(decoder), "forward", keeping_forward)]
-
-
-def has_short_convolutions(model: PreTrainedModel) -> bool:
-    """Return True if some layers keep a convolution state per position."""
-    return any(map(internals.is_short_convolution, model.modules()))
 
 
 def rotary_switch(model: PreTrainedModel) -> int | None:
@@ -141,7 +137,7 @@ def _by_row(forward: Callable, switch: int) -> Callable:
         is_long = current.positions >= (0 if in_long_prompt else switch)
         if current.last_only:
             is_long |= ((current.starts <= 0) & (current.ends > switch))[:, None]
-        beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], switch)], dim=1)
+        beyond = torch.cat([position_ids, torch.full_like(position_ids[..., :1], switch)], dim=-1)
         short = forward(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
         long = forward(x, beyond, *args, **kwargs)
         chosen = current.pack(is_long)[..., None]
@@ -170,37 +166,3 @@ def context_length(model: PreTrainedModel) -> int | None:
         if isinstance(value := getattr(config, name, None), int) and value > 0:
             return value
     return None
-
-
-# --- short convolutions (LFM2, LFM3) --------------------------------------------------------------
-#
-# The state of such a layer is the last few inputs of a convolution. A state that advances token by token could not be
-# rolled back. The inputs are therefore stored in KV slots by position, like keys and values.
-
-
-def convolution_by_position(layer: nn.Module) -> Callable:
-    """Return the layer's `forward`. In passes over a ragged cache, the layer keeps its state by position."""
-    forward = layer.forward
-
-    def at_positions(hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, RaggedCache)), None)
-        if cache is None:
-            return forward(hidden_states, *args, **kwargs)
-        current = cache.current
-        gate, after, x = layer.in_proj(hidden_states).chunk(3, -1)  # [B, Q, H] each (packed: [1, T, H])
-        inputs = cache.token_states(f"convolution {layer.layer_idx}")
-        inputs.keep(gate * x)
-        weight = layer.conv.weight[:, 0].T  # [L, H], the token's own input last
-        convolved = (_window(inputs.of(current.batch_slots), current, len(weight)) * weight).sum(2)
-        if layer.conv.bias is not None:
-            convolved = convolved + layer.conv.bias
-        return layer.out_proj(after * current.pack(convolved))
-
-    return at_positions
-
-
-def _window(inputs: Tensor, current: Pass, width: int) -> Tensor:
-    """Return the inputs of each query's last `width` positions, in order: [B, Q, width, H]. inputs: [B, slots, H]."""
-    kv_slots = current.positions[..., None] + torch.arange(1 - width, 1, device=inputs.device)  # [B, Q, width]
-    rows = torch.arange(len(inputs), device=inputs.device)[:, None, None]
-    return inputs[rows, kv_slots.clamp(min=0)].masked_fill((kv_slots < 0)[..., None], 0)

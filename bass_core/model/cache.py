@@ -118,7 +118,9 @@ class TokenStates:
 
 
 class RowStore(Protocol):
-    """Data that a model keeps once per row and never rolls back. The data moves with the row."""
+    """Data that a model keeps once per row, such as a source or a recurrent state. The data moves with the row."""
+
+    def clear(self, batch_slots: range) -> None: ...
 
     def move_row(self, source: int, batch_slots: range) -> None: ...
 
@@ -221,6 +223,12 @@ class RaggedCache(Cache):
             self.by_position[name] = TokenStates(self)
         return self.by_position[name]
 
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Write an index's keys [B, Q, D] of the pass to their KV slots. Return the visible keys [B, max_kv_length, D]."""
+        index = self.token_states(f"index {layer_idx}")
+        index.keep(keys)
+        return index.of(self.current.batch_slots)[:, : self.current.max_kv_length]
+
     def move_row(self, source: int, batch_slots: range) -> None:
         """Copy a row to other batch slots, all layers at once."""
         if buffers := self.buffers():
@@ -233,6 +241,8 @@ class RaggedCache(Cache):
         """Zero the data of these batch slots."""
         if buffers := self.buffers():
             torch._foreach_zero_([buffer[batch_slots.start : batch_slots.stop] for buffer in buffers])
+        if self.by_row is not None:
+            self.by_row.clear(batch_slots)
 
     def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
         """Return a copy of a row's first `length` positions, used for samples that start later."""

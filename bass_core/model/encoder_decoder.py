@@ -106,6 +106,9 @@ class Sources:
         self._both = EncoderDecoderCache(cache, cache)
         self._both.cross_attention_cache = self  # replaces a cache that grows
 
+    def clear(self, batch_slots: range) -> None:
+        """Do nothing: `read` replaces the sources."""
+
     def read(self, encoded: Encoded, batch_slots: range) -> None:
         """Stage the sources of the rows in these batch slots. The next pass must run over exactly these batch slots."""
         self._unread = batch_slots, encoded

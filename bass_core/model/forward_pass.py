@@ -41,6 +41,9 @@ class Pass:
     max_kv_length: KV slots 0..max_kv_length-1 hold every key that any query of this pass may see.
     row_kv_slots: number of KV slots per row, including the scratch slot at the end.
     kv_lengths: `ends` as host integers (for per-row launches), or None if the host does not know the lengths.
+    starts_host: `starts` as host integers, or None.
+    committed_until: host integers, the position before which no token of the row can be rejected any more, or None.
+    Layers with a recurrent state advance the state to this position.
     packed: None if the models see ids [B, Q]. Otherwise int64 [T], flat indices into [B, Q] of the tokens without
     padding; the models see ids [1, T]. The index B · Q stands for a token of no row.
     last_only: compute only the logits after each row's last token (prefill, passes of a draft).
@@ -64,6 +67,8 @@ class Pass:
     phase: Phase | None = None
     features: Tensor | None = None
     prompt: int | None = None
+    starts_host: list[int] | None = None
+    committed_until: list[int] | None = None
     foreign_mask: Callable[[Pass, torch.dtype], Tensor | None] | None = None
     first_batch_slot: int = field(init=False)
     kernels: bool = field(init=False)  # True if the Triton kernels run on the rows' device

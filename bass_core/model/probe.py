@@ -2,7 +2,8 @@
 
 Some architectures silently ignore transformers' attention interface, and others pass masks of a different kind.
 `resolve` therefore compares ragged passes over a cache with the model's plain forward pass, and refuses models with
-different logits. The probe leaves the model unchanged.
+different logits. Layers with a recurrent state are compared with the model's own decoding, token by token: the two forms
+of some recurrences differ. The probe leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bass_core.environment import is_full
 from bass_core.model import kernel_ops
 from bass_core.model import transformers_internals as internals
-from bass_core.model.architectures import context_length, has_short_convolutions, switch
+from bass_core.model.architectures import context_length, switch
 from bass_core.model.attention import PATHS
 from bass_core.model.encoder_decoder import FEATURES, Source, made_up
 from bass_core.model.patching import (
@@ -34,12 +35,17 @@ from bass_core.model.patching import (
     evaluating,
     path_of,
 )
+from bass_core.model.recurrent import has_state
 from bass_core.model.runner import Runner
 from bass_core.model.transformers_internals import in_dtype, is_quantized
 
 # Lengths in tokens: a short text, the longest window during a probe, and two texts beyond this window.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
-MORE = 3  # tokens after each text
+# Tokens that the three rows submit in each step, and how many of these stay. Rows go on after rejected and after full
+# drafts. Repeated, moved, and in other batch slots from the fourth step on.
+STEPS = (((4, 1, 2), (1, 1, 2)), ((1, 4, 4), (1, 3, 1)), ((4, 2, 1), (4, 1, 1)), ((2, 1, 4), (1, 1, 3)), ((1, 1, 1),) * 2)
+MORE = 8  # accepted tokens after each text, at most
+WIDEST = 4  # tokens that a row submits at most
 SMALL = 2**26  # up to so many parameters, a model is probed in float32
 # Names of lengths at which a model changes its computation.
 SWITCHES = re.compile(
@@ -47,6 +53,7 @@ SWITCHES = re.compile(
     r"|original_max_position_embeddings"
 )
 
+KINDS_OF_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layer types with keys and values
 SMALL_BUFFER = 2**20  # elements; larger buffers hold weights, and are not restored after a probe
 
 PLAIN = (bool, int, float, str)  # types of the attributes in a signature
@@ -96,28 +103,36 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
 
 
 def _refuse_stateful(model: PreTrainedModel) -> None:
+    if not keeps_more(model) or has_state(model) or has_index(model):
+        return
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    stateful = internals.is_stateful(model)
-    if (stateful or unknown) and has_short_convolutions(model):
-        stateful, unknown = False, unknown - {"conv"}
-    if stateful or unknown:
-        detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
-        raise ValueError(
-            f"{type(model).__name__} keeps other state than keys and values, such as a recurrent state or an "
-            f"index{detail}, and cannot roll this state back after a rejected draft. Use a model with attention "
-            "layers only."
-        )
+    unknown = set(getattr(config, "layer_types", None) or ()) - KINDS_OF_ATTENTION
+    detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
+    raise ValueError(
+        f"{type(model).__name__} keeps other state than keys and values{detail}. This state has no known functions, and "
+        "could not be rolled back after a rejected draft. docs/MODELS.md lists the supported models."
+    )
+
+
+def keeps_more(model: PreTrainedModel) -> bool:
+    """Return True if the model keeps more of a text than keys and values per token."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    return internals.is_stateful(model) or bool(kinds - KINDS_OF_ATTENTION)
+
+
+def has_index(model: PreTrainedModel) -> bool:
+    """Return True if some layers select keys by an index, whose own keys are kept by position."""
+    return any("update_indexer" in internals.called_names(module) for module in model.modules())
 
 
 def probe(model: PreTrainedModel, path: str) -> str | None:
     """Return None if the model's ragged passes equal its plain forward pass on this path, else the difference.
 
     Three rows run over a cache full of stale values: two beyond every window and switch of the model, one before. Rows
-    of an encoder-decoder model read sources of different lengths. The probe runs the prefill, writes rejected tokens,
-    overwrites them and compares logits. The model's own decoding with a cache must equal the plain pass, too. Results
-    are cached by `signature`, except refusals under `torch.autocast` and results while the model is decoding.
+    of an encoder-decoder model read sources of different lengths. The probe runs the prefill, saves, loads and moves
+    rows, and runs the steps of `STEPS`, which accept and reject different numbers of tokens. The model's own decoding
+    with a cache must equal the plain pass, too. Results are cached by `signature`, except refusals under
+    `torch.autocast` and results while the model is decoding.
     """
     known, key = _probed.setdefault(model, {}), (path, signature(model))
     if key not in known:
@@ -165,7 +180,9 @@ def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) 
     try:
         subject = _in_full_precision(model)
         error = _probe_error(subject, path)
-        limit = max(_tolerance(dtype) for dtype in (subject.dtype, autocast) if dtype is not None)
+        # Recurrences compute in float32 even in float64 models.
+        inside = torch.float32 if has_state(subject) and subject.dtype == torch.float64 else subject.dtype
+        limit = max(_tolerance(dtype) for dtype in (inside, autocast) if dtype is not None)
         return None if error <= limit else f"its logits are off by {error:.1e} (allowed {limit:.0e})"
     except Exception as exception:  # any error of an unknown architecture is a reason
         if is_full(exception) or isinstance(exception, NotNumbers | InUse):
@@ -241,11 +258,12 @@ def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
 def _probe_error(model: PreTrainedModel, path: str) -> float:
     """Return the largest relative error of the ragged passes' logits."""
     vocabulary = model.config.get_text_config().vocab_size
-    longest = min(BEYOND, (context_length(model) or math.inf) - MORE)
+    longest = min(BEYOND, (context_length(model) or math.inf) - MORE - WIDEST)
     lengths = [longest, min(BEFORE, longest - 1), min(BETWEEN, longest)]
     rows = len(lengths)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, (rows, longest + MORE), generator=generator, device="cpu").to(model.device)
+    size = (rows, longest + MORE + WIDEST)
+    ids = torch.randint(1, vocabulary, size, generator=generator, device="cpu").to(model.device)
     sources = None
     if model.config.is_encoder_decoder:
         sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)
@@ -254,7 +272,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     with ExitStack() as stack:
         stack.enter_context(switch(model, path).on())  # held until the end, so that no other thread uses the model
         stack.enter_context(within_reach(model))
-        runner = stack.enter_context(Runner(model, path, max_rows=rows, capacity=longest + MORE))
+        runner = stack.enter_context(Runner(model, path, max_rows=rows + 2, capacity=size[1]))
         stack.enter_context(runner.prepared())
         before = _Snapshot(model)
         try:
@@ -267,46 +285,72 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
 
 
 def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Source] | None) -> list[float]:
-    """Return the errors of ragged passes, and of the model's own decoding, relative to the model's plain passes."""
-    model, rows = runner.model, len(lengths)
+    """Return the errors of ragged passes, and of the model's own decoding, relative to the reference.
+
+    The rows live in batch slots 1 to 3, and in 0 to 2 from the fourth step on.
+    """
+    model, rows, cache, batch_slots = runner.model, len(lengths), runner.cache, range(1, len(lengths) + 1)
     for _ in range(2):  # the first iteration allocates
-        for buffer in runner.cache.buffers():
-            buffer.fill_(1e4)  # stale values, masked for every query
+        for buffer in [*cache.buffers(), *(() if runner.states is None else runner.states.tables())]:
+            buffer.fill_(1000)  # stale values, masked for every query
+        if cache.by_row is not None:
+            cache.by_row.clear(range(rows + 2))
         if sources is not None:
-            runner.read(sources, range(rows))
-        first = runner.feed_last(ids, lengths, max(lengths))  # [B, V]
-    starts = torch.tensor(lengths, device=ids.device)
-    following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [B, MORE]
-    rejected = ids.flip(0).gather(1, following)
-    runner.feed(rejected, starts, [MORE] * rows, starts_host=lengths)
+            runner.read(sources, batch_slots)
+        first = runner.feed_last(ids, lengths, max(lengths), batch_slots)  # [B, V]
+    last, spare = rows, rows + 1
+    saved = cache.save_row(last, lengths[-1])
+    cache.clear(range(last, spare + 1))
+    cache.load_row(range(spare, spare + 1), saved)
+    cache.move_row(spare, range(last, spare))
     reads = sources or [None] * rows
-    expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
+    reference = _own_logits if runner.states is not None else _plain_logits
+    expected = [reference(model, ids[b : b + 1, : n + MORE], n, reads[b]) for b, n in enumerate(lengths)]
     if any((each.isnan() | (each == torch.inf)).any() for each in expected):
         raise NotNumbers(f"the forward pass of {type(model).__name__} gives NaN or infinite logits; check its weights")
-    errors = [_relative_error(first[b], expected[b][n - 1]) for b, n in enumerate(lengths)]
-    for submitted in ([MORE, 1, 2], [1, MORE, MORE]):  # the longest row submits most tokens, then fewest
+    errors = [_relative_error(first[b], expected[b][0]) for b in range(rows)]
+    done = [0] * rows  # accepted tokens
+    for step, (submitted, accepted) in enumerate(STEPS):
+        if step == 3:
+            for batch_slot in batch_slots:
+                cache.move_row(batch_slot, range(batch_slot - 1, batch_slot))
+            cache.clear(range(rows, rows + 2))
+            batch_slots = range(rows)
+        starts_host = [n + count for n, count in zip(lengths, done, strict=True)]
+        starts = torch.tensor(starts_host, device=ids.device)
+        following = starts[:, None] + torch.arange(WIDEST, device=ids.device)  # [B, Q]
+        stays = torch.arange(WIDEST, device=ids.device) < torch.tensor(accepted, device=ids.device)[:, None]
+        tokens = torch.where(stays, ids.gather(1, following), ids.flip(0).gather(1, following))[:, : max(submitted)]
         for packed in (False,) if runner.path == "eager" else (False, True):
-            logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)
+            place = {"starts_host": starts_host, "batch_slots": batch_slots, "packed": packed}
+            logits = runner.feed(tokens, starts, submitted, **place)
             errors += [
-                _relative_error(logits[b, :q], expected[b][n : n + q])
-                for b, (n, q) in enumerate(zip(lengths, submitted, strict=True))
+                _relative_error(logits[b, :q], expected[b][done[b] + 1 :][:q]) for b, q in enumerate(accepted)
             ]
-    return errors + (_own_errors(model, ids[:1], lengths[0], expected[0]) if sources is None else [])
-
-
-def _own_errors(model: PreTrainedModel, ids: Tensor, length: int, expected: Tensor) -> list[float]:
-    """Return the errors of the model's own decoding with a cache, because some models apply a window only there."""
-    name, errors = internals.cache_argument(type(model)), []
-    with as_found(model), evaluating(map(vars, model.modules())):
-        try:
-            out = model(input_ids=ids[:, :length], use_cache=True)
-            for at in range(length, length + MORE):
-                out = model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: out[internals.CACHE]})
-                errors.append(_relative_error(out.logits[0, -1], expected[at]))
-        except Exception as error:  # this model needs inputs that `generate` prepares
-            if is_full(error):
-                raise
+        done = [count + q for count, q in zip(done, accepted, strict=True)]
+    if sources is not None or runner.states is not None:
+        return errors
+    try:
+        return [*errors, _relative_error(_own_logits(model, ids[:1, : lengths[0] + 3], lengths[0]), expected[0][:4])]
+    except Exception as error:  # this model needs inputs that `generate` prepares
+        if is_full(error):
+            raise
     return errors
+
+
+def _own_logits(model: PreTrainedModel, ids: Tensor, length: int, source: None = None) -> Tensor:
+    """Return the logits after the first `length` tokens, and after each later token, by the model's own decoding with a
+    cache: [T - length + 1, V]. Some models apply a window only there, and recurrences run token by token."""
+    name, positions = internals.cache_argument(type(model)), "position_ids" in internals.forward_names(type(model))
+    with as_found(model), evaluating(map(vars, model.modules())):
+        out = model(input_ids=ids[:, :length], use_cache=True)
+        found = [out.logits[0, -1]]
+        for at in range(length, ids.shape[1]):
+            own = {name: out[name if name in out else internals.CACHE]}
+            own |= {"position_ids": torch.tensor([[at]], device=ids.device)} if positions else {}
+            out = model(input_ids=ids[:, at : at + 1], use_cache=True, **own)
+            found.append(out.logits[0, -1])
+    return torch.stack(found)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -324,12 +368,13 @@ def _sources(model: PreTrainedModel) -> list[Source]:
     return [made_up(model, length, seed) for seed, length in enumerate((most, most // 2, most // 2 + 1))]
 
 
-def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) -> Tensor:
-    """Return the logits of the model's own forward pass in evaluation mode: [T, V]."""
+def _plain_logits(model: PreTrainedModel, ids: Tensor, length: int, source: Source | None) -> Tensor:
+    """Return the logits after the first `length` tokens, and after each later token, by the model's own forward pass in
+    evaluation mode: [T - length + 1, V]."""
     inputs = {"input_ids": ids}
     if source is not None:
         read = source.inputs[None].to(model.device)
         read = {"input_ids": read} if model.main_input_name == "input_ids" else {FEATURES: read.to(model.dtype)}
         inputs = read | {"decoder_input_ids": ids}
     with as_found(model), evaluating(map(vars, model.modules())):
-        return model(**inputs, use_cache=False).logits[0]
+        return model(**inputs, use_cache=False).logits[0, length - 1 :]

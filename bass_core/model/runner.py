@@ -19,6 +19,7 @@ from bass_core.model.cache import RaggedCache, TokenStates
 from bass_core.model.encoder_decoder import Encoded, Source, Sources, encode
 from bass_core.model.forward_pass import Pass, Phase, running
 from bass_core.model.patching import Change
+from bass_core.model.recurrent import RowStates, has_state
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple
 EXTENT = 128  # KV lengths of fixed passes are rounded up to a multiple, on paths whose work grows with this length
@@ -91,6 +92,7 @@ class Runner:
         depth = len(architectures.layers_of(model)) if reads else config.num_hidden_layers
         self.cache = RaggedCache(depth, max_rows, capacity, path == "eager")
         self.sources = Sources(self.cache, config.hidden_size) if reads else None
+        self.states = RowStates(self.cache) if has_state(model) else None
         self._hidden: TokenStates | None = self.cache.token_states("hidden") if keeps_hidden else None
         self.layers = layers(model, self.cache)
         self.bucket = BUCKET if model.device.type == "cuda" else 1
@@ -141,6 +143,7 @@ class Runner:
         phase: Phase | None = None,
         features: Tensor | None = None,
         prompt: int | None = None,
+        committed_until: Sequence[int] | None = None,
     ) -> Tensor:
         """Return the logits [B, Q, V] of each row's tokens at positions start, start + 1, …
 
@@ -149,7 +152,7 @@ class Runner:
         slots, from 0 on if None. packed: pass only the submitted tokens to the model, as a single row. None: pack if
         this pays (`packs`). The path `eager` does not support packing. last_only: return only the last logits,
         [B, 1, V]. features: [B, Q, H], for models that read hidden states. prompt: length of the prompt, if the pass
-        reads a chunk of a prompt.
+        reads a chunk of a prompt. committed_until: see `Pass`; by default `starts_host`, since drafts may be rejected.
 
         With starts_host=None, the host knows nothing, query_lengths is a tensor, and the pass reads `max_kv_length` KV
         slots. The pass then depends only on shapes, and can be compiled and captured. An ordinary pass must run before,
@@ -157,24 +160,27 @@ class Runner:
         """
         known, (rows, width) = starts_host is not None, ids.shape
         batch_slots = range(rows) if batch_slots is None else batch_slots
-        kv_lengths, flat = None, None
+        kv_lengths, flat, begins = None, None, None
         if known:
+            begins = [int(start) for start in starts_host]
             wanted = positions = kv_slots = _following(starts, width)
             full = min(query_lengths) == width
             ends = starts + (width if full else torch.tensor(query_lengths, device=ids.device))  # [B]
-            kv_lengths = [int(start + length) for start, length in zip(starts_host, query_lengths, strict=True)]
+            kv_lengths = [start + int(length) for start, length in zip(begins, query_lengths, strict=True)]
             max_kv_length = max(kv_lengths)
             if packed is None:
                 packed = self.path != "eager" and not last_only and packs(query_lengths, width)
             flat = self._submitted(query_lengths, width) if packed else None
-            if not full or min(starts_host) < 0:
+            if not full or min(begins) < 0:
                 positions, kv_slots = _within(wanted, ends, self.cache.scratch_kv_slot)
         else:
             positions, kv_slots, ends = self.layers.fused(_places)(
                 ids, starts, query_lengths, self.cache.scratch_kv_slot
             )
         where, seen = (positions, kv_slots, starts, ends), (batch_slots, max_kv_length, self.cache.kv_slots)
-        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features, prompt))
+        until = begins if committed_until is None else [int(position) for position in committed_until]
+        options = (last_only, phase, features, prompt, begins, until)
+        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, *options))
 
     def feed_last(
         self,
@@ -186,6 +192,7 @@ class Runner:
         prompt: int | None = None,
     ) -> Tensor:
         """Feed each row's last `count` tokens (or all, if fewer), and return the logits [B, V] after the last token.
+        All are committed tokens.
 
         tokens: int64 [B, >= max length], each row's tokens from position 0. lengths: number of tokens of each row.
         Positions that the cache already holds are rewritten with the same values. features [B, count, H], prompt: see
@@ -200,6 +207,7 @@ class Runner:
             "last_only": True,
             "features": features,
             "prompt": prompt,
+            "committed_until": lengths,
         }
         return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
 
@@ -296,9 +304,11 @@ def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Te
         return mask(window)
     options = {
         "full_attention": {},
+        "indexed_attention": {},
         "sliding_attention": {"window": window},
         "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
     }
-    masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types)) if kind in options}
-    masks |= {"conv": None} if "conv" in layer_types else {}
-    return masks if internals.takes_mask_per_layer_type(model) else masks[layer_types[0]]
+    kinds = {*layer_types, "full_attention", "linear_attention"}  # hybrid models ask for these two by name
+    masks = {kind: mask(**options[kind]) if kind in options else None for kind in sorted(kinds)}
+    first = next((kind for kind in layer_types if kind in options), "full_attention")
+    return masks if internals.takes_mask_per_layer_type(model) else masks[first]

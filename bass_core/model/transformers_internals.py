@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, Pr
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 ATTENTION = "_attn_implementation_internal"  # config field with the attention implementation
-SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a convolution state
 ROTATE = "apply_rotary_pos_emb"  # global function in the modules of attention layers
-CACHE_NAMES = ("cache", "past_key_values")  # argument and output of a pass, from 5.24 on and before
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # argument and output of a pass: from 5.24 on; before
 CACHE = CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(LlamaForCausalLM.forward).parameters]  # in this release
 QUANTIZATION_METHODS = (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes")  # bitsandbytes has two names
 
@@ -62,8 +62,15 @@ def takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
 # --- kinds of modules -----------------------------------------------------------------------------
 
 
-def is_short_convolution(module: nn.Module) -> bool:
-    return type(module).__name__ in SHORT_CONVOLUTIONS
+def plain_forward(module: nn.Module) -> Callable:
+    """Return the `forward` of a module's class, without decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def called_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of all functions, methods and attributes that the module's `forward` uses."""
+    code = getattr(plain_forward(module), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def is_position_table(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trial_policies import PerRow
 
 import bass_core as bass
-from bass_core.model.transformers_internals import CACHE
+from bass_core.model.transformers_internals import CACHE, forward_names
 
 BASS_CORE = str(Path(bass.__file__).parent)
 VOCABULARY, CONTEXT, WINDOW, SWITCH = 97, 96, 8, 16
@@ -48,7 +48,8 @@ SIZES = {
     r"backbone_hidden_size|dim_model_base": HIDDEN,
     r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|dff|dim_ff|d_inner|(.*_)?ffn_hidden_size|feed_forward_size": 96,
     r"num_(.*_)?attention_heads|.*attention_heads|n_heads?|num_heads|linear_num(_value|_key)?_heads": HEADS,
-    r"n_mamba_heads|mamba_n(um)?_heads|index_n_heads": HEADS,
+    r"n_mamba_heads|mamba_n(um)?_heads": HEADS,
+    r"index_n_heads": 16,  # the index's scores are sums over heads after a ReLU: with few heads, many scores are 0
     r"head_dim|(.*_)?head_dim|d_head|dim_head|attention_head_(dim|size)|kv_channels|mamba_d_head|mamba_headdim": HEAD,
     r"rotary_dim": HEAD // 2,
     r"(n|num|num_hidden|decoder|encoder|num_decoder|num_encoder|num_layers_per)_(layers?|stack)": 2,
@@ -332,8 +333,12 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
     """Return greedy text by forward passes without `generate`, with a growing cache or over the whole text each
     time."""
     ids, fed, cache = prompt[None], 0, DynamicCache(config=model.config) if cached else None
+    takes_positions = "position_ids" in forward_names(type(model))
     for _ in range(NEW):
-        logits = model(input_ids=ids[:, fed:], use_cache=cached, **{CACHE: cache}).logits
+        options = {CACHE: cache}
+        if takes_positions:  # as `generate` does; hybrid models count the tokens of a layer without keys
+            options["position_ids"] = torch.arange(fed, ids.shape[1])[None]
+        logits = model(input_ids=ids[:, fed:], use_cache=cached, **options).logits
         fed = ids.shape[1] if cached else 0
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
