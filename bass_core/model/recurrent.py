@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -93,6 +94,33 @@ def keeps_state(layer: nn.Module) -> bool:
 def has_state(model: PreTrainedModel) -> bool:
     """Return True if some layers of the model keep a state per row."""
     return any(map(keeps_state, model.modules()))
+
+
+def has_index(model: PreTrainedModel) -> bool:
+    """Return True if some layers select keys by an index, whose own keys are kept by position."""
+    return any("update_indexer" in called_names(module) for module in model.modules())
+
+
+def explained(model: PreTrainedModel) -> str:
+    """Return one sentence: what the model keeps of a text, and how a rejected draft is rolled back."""
+    scans = Counter(_scan_of(layer) for layer in model.modules() if keeps_state(layer))
+    parts = ["keys and values by position, which later tokens overwrite"]
+    if has_index(model):
+        parts.append("an index's keys, likewise")
+    if count := scans.pop(None, 0):
+        parts.append(f"states of {count} convolutions, which advance only by committed tokens")
+    for scan, count in scans.items():
+        layer = next(layer for layer in model.modules() if keeps_state(layer) and _scan_of(layer) is scan)
+        function = f"{scan.name} of {_package(layer, scan)}"
+        parts.append(f"recurrent states of {count} layers ({function}), which advance only by committed tokens")
+    return "; ".join(parts)
+
+
+def _package(layer: nn.Module, scan: Scan) -> str:
+    """Return the package whose function runs a scan: transformers, or a package of kernels such as fla or mamba_ssm."""
+    function = plain_forward(layer).__globals__[scan.name]
+    function = inspect.getclosurevars(function).nonlocals.get("implementation", function)
+    return function.__module__.split(".")[0]
 
 
 def _scan_of(layer: nn.Module) -> Scan | None:

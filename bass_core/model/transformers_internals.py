@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ def _forwards(kind: type) -> list[dict[str, inspect.Parameter]]:
 def takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
     """Return True if the decoder accepts a mapping of masks. Uniform models list layer types and take one mask."""
     source = inspect.getsource(type(model.get_decoder()).forward)
-    return "isinstance" in source and "mask_mapping" in source
+    return re.search(r"isinstance\([^\n]*mask[^\n]*dict\)", source) is not None
 
 
 # --- kinds of modules -----------------------------------------------------------------------------

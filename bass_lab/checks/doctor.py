@@ -22,6 +22,7 @@ from bass_core.loading.quantization import kind_of, parameter_count
 from bass_core.model import attention, probe
 from bass_core.model.architectures import context_length
 from bass_core.model.encoder_decoder import made_up
+from bass_core.model.recurrent import explained
 from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
 from bass_lab.named_pairs import named_pair
@@ -117,6 +118,10 @@ def _model_facts(model: dict) -> dict[str, str]:
         row = model["kv_bytes_per_row"]
         full = f", {row / 1e9:.3g} GB per row of full context" if row else ""
         facts["KV cache"] = f"{model['kv_bytes_per_position']:,} bytes per position{full}"
+    if model["state_bytes_per_row"]:
+        facts["recurrent states"] = f"{model['state_bytes_per_row'] / 1e6:.3g} MB per row"
+    if model["path"]:
+        facts["keeps"] = model["keeps"]
     facts["attention"] = f"auto selects {model['path']}" if model["path"] else "no path works"
     return facts | {f"  {path}": answer for path, answer in model["attention"].items()}
 
@@ -178,7 +183,7 @@ def _describe(model: PreTrainedModel) -> dict:
     except ValueError:
         chosen = None
     context = context_length(model)
-    position = _kv_bytes(model, chosen) if chosen else None
+    position, row = _cache_bytes(model, chosen) if chosen else (None, None)
     return {
         "class": type(model).__name__,
         "parameters": parameter_count(model),
@@ -192,6 +197,8 @@ def _describe(model: PreTrainedModel) -> dict:
         "path": chosen,
         "kv_bytes_per_position": position,
         "kv_bytes_per_row": position * context if position and context else None,
+        "state_bytes_per_row": row,
+        "keeps": explained(model),
     }
 
 
@@ -204,14 +211,15 @@ def _answer(model: PreTrainedModel, path: str) -> str:
 
 
 @torch.inference_mode()
-def _kv_bytes(model: PreTrainedModel, path: str) -> int:
-    """Return the KV bytes of one position, from the cache buffers of a pass over two tokens."""
+def _cache_bytes(model: PreTrainedModel, path: str) -> tuple[int, int]:
+    """Return the KV bytes of one position, and the bytes of a row's recurrent states without drafts."""
     with Runner(model, path, max_rows=1, capacity=2) as runner:
         if model.config.is_encoder_decoder:
             runner.read([made_up(model, 1)], range(1))
         runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
         buffers = runner.cache.buffers()
-        return sum(buffer.nbytes for buffer in buffers) // runner.cache.kv_slots
+        position = sum(buffer.nbytes for buffer in buffers) // runner.cache.kv_slots
+        return position, 0 if runner.states is None else runner.states.row_bytes
 
 
 def _tokenizers(pair: ModelPair) -> str:

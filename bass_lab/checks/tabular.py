@@ -52,6 +52,10 @@ class TabularModel(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.table
 
+    def code(self, prefix: list[int]) -> int:
+        """Return the code of a text; the entry code % `ENTRIES` of the table has the logits of the next token."""
+        return sum((token + 1) * (self.config.vocab_size + 1) ** position for position, token in enumerate(prefix))
+
     def forward(
         self, input_ids, cache=None, position_ids=None, attention_mask=None, use_cache=True, past_key_values=None
     ):
@@ -90,9 +94,7 @@ def law(model: TabularModel, prompt: list[int], new: int, **processing) -> dict[
 
 
 def next_token_law(model: TabularModel, prefix: list[int], **processing) -> np.ndarray:
-    base = model.config.vocab_size + 1
-    code = sum((token + 1) * base**position for position, token in enumerate(prefix))
-    logits = model.table[code % ENTRIES][None]
+    logits = model.table[model.code(prefix) % ENTRIES][None]
     return transformers_law(logits, torch.tensor([prefix]), **processing)[0].numpy()
 
 

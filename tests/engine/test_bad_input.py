@@ -185,7 +185,7 @@ BERT_CONFIG = BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **SIZES) 
         ("Qwen/Qwen2.5-0.5B", TypeError, "{role} must be a transformers model"),
         (torch.nn.Linear(2, 2), TypeError, "{role} must be a transformers model"),
         (tiny_model("bloom"), ValueError, "BloomForCausalLM.*ALiBi"),
-        (tiny_model("bamba"), ValueError, "BambaForCausalLM.*recurrent state"),
+        (tiny_model("rwkv"), ValueError, "RwkvForCausalLM keeps other state"),
         (BertLMHeadModel(BERT_CONFIG).eval(), ValueError, "BertLMHeadModel"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",

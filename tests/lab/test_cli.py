@@ -87,13 +87,13 @@ def test_doctor_describes_drafters_without_a_model(target):
 
 def test_doctor_refuses_models_in_one_line(target, tmp_path):
     other = save(tmp_path / "other", byte_tokenizer(swap=(40, 50)))
-    bamba, bloom = (save(tmp_path / name, architecture=name) for name in ("bamba", "bloom"))
-    assert "no path works" in invoke("doctor", "-t", bamba).stdout
+    rwkv, bloom = (save(tmp_path / name, architecture=name) for name in ("rwkv", "bloom"))
+    assert "no path works" in invoke("doctor", "-t", rwkv).stdout
     for arguments, reason in (
         (("--target", tmp_path / "nothing"), "cannot load"),
         (("--draft", "gpt2"), "without a target"),
         (("-t", target, "-d", other), "tokenizers differ"),
-        (("-t", bamba), "Bamba"),
+        (("-t", rwkv), "Rwkv"),
         (("-t", target, "-d", bloom), "Bloom"),
         (("-t", target, "-d", "layers:9"), "has only 2 layers; draft with fewer, got 9"),
         (("-t", target, "-d", target, "--quantize", "int3"), "quantize must be one of int8, int4"),

@@ -58,14 +58,10 @@ _OPTIONS = {  # architecture: model type and options
     "falcon": ("falcon", _COMMON | _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
     "deepseek_v3": ("deepseek_v3", _LLAMA_LIKE | _LATENT),
     "bloom": ("bloom", _COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "bamba": (
-        "bamba",
-        _LLAMA_LIKE
-        | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
-    ),
+    "rwkv": ("rwkv", _COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "context_length": CONTEXT}),
 }
 
-REFUSED = ("bloom", "bamba", "llama4", "gpt_neo", "doge")
+REFUSED = ("bloom", "rwkv", "llama4", "gpt_neo", "doge")
 SUPPORTED = [name for name in _OPTIONS if name not in (*REFUSED, "mpt")]  # MPT: only on the path "eager"
 
 
