@@ -217,7 +217,7 @@ class ModelDrafter(Drafter):
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
 
     def _read_surplus(self, context: Context) -> np.ndarray:
-        """Read all missed tokens except the last `CATCH_UP` of each row. Return the first position that is left: [B]."""
+        """Read all missed tokens except each row's last `CATCH_UP`. Return the first position that is left: [B]."""
         lengths = context.lengths_host
         cached, began = self.cached[: len(lengths)], self.began[: len(lengths)]
         while True:
@@ -273,8 +273,8 @@ class ModelDrafter(Drafter):
     def _feed(
         self, token: Tensor, context: Context, slot: int, lengths: np.ndarray, begins: np.ndarray | None = None
     ) -> Tensor:
-        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}. begins: positions of recurrent states,
-        before which no token can be rejected."""
+        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}. begins: for recurrent states, the
+        positions before which no token can be rejected."""
         # Stopped rows continue if the capacity allows, which takes the fewest operators. Otherwise they repeat their
         # last committed position and write to the scratch slot. Their draws are ignored.
         goes_on = int(context.lengths_host.max()) + slot <= self.runner.capacity

@@ -232,8 +232,8 @@ class LongPrompts:
         return self.chunk is not None and len(prompt.ids) > self.chunk and prompt.saved is None
 
     def read(self) -> range:
-        """Read a chunk and return its positions. The last chunk saves the prefill in the prompt. After an interrupt, the
-        prompt is read again from its beginning, because some layers' recurrent states may have advanced."""
+        """Read a chunk and return its positions. The last chunk saves the prefill in the prompt. After an interrupt,
+        the prompt is read again from its beginning, because some layers' recurrent states may have advanced."""
         prompt, batch_slot = self.request.prompt, self.rows.max_rows - 1
         batch_slots, whole = range(batch_slot, batch_slot + 1), len(prompt.ids)
         tokens = prompt.ids.to(self.rows.device)[None]  # [1, P]

@@ -90,7 +90,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class TokenStates:
-    """States of tokens, [batch slots, 1, KV slots, width]: hidden states of the last layer, or convolution inputs."""
+    """States of tokens, [batch slots, 1, KV slots, width]: hidden states of the last layer, or an index's keys."""
 
     names = ("states",)
 
@@ -224,7 +224,7 @@ class RaggedCache(Cache):
         return self.by_position[name]
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """Write an index's keys [B, Q, D] of the pass to their KV slots. Return the visible keys [B, max_kv_length, D]."""
+        """Write an index's keys [B, Q, D] to their KV slots. Return the visible keys [B, max_kv_length, D]."""
         index = self.token_states(f"index {layer_idx}")
         index.keep(keys)
         return index.of(self.current.batch_slots)[:, : self.current.max_kv_length]

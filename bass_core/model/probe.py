@@ -43,7 +43,13 @@ from bass_core.model.transformers_internals import in_dtype, is_quantized
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
 # Tokens that the three rows submit in each step, and how many of these stay. Rows go on after rejected and after full
 # drafts. Repeated, moved, and in other batch slots from the fourth step on.
-STEPS = (((4, 1, 2), (1, 1, 2)), ((1, 4, 4), (1, 3, 1)), ((4, 2, 1), (4, 1, 1)), ((2, 1, 4), (1, 1, 3)), ((1, 1, 1),) * 2)
+STEPS = (
+    ((4, 1, 2), (1, 1, 2)),
+    ((1, 4, 4), (1, 3, 1)),
+    ((4, 2, 1), (4, 1, 1)),
+    ((2, 1, 4), (1, 1, 3)),
+    ((1, 1, 1),) * 2,
+)
 MORE = 8  # accepted tokens after each text, at most
 WIDEST = 4  # tokens that a row submits at most
 SMALL = 2**26  # up to so many parameters, a model is probed in float32
@@ -320,9 +326,7 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
         for packed in (False,) if runner.path == "eager" else (False, True):
             place = {"starts_host": starts_host, "batch_slots": batch_slots, "packed": packed}
             logits = runner.feed(tokens, starts, submitted, **place)
-            errors += [
-                _relative_error(logits[b, :q], expected[b][done[b] + 1 :][:q]) for b, q in enumerate(accepted)
-            ]
+            errors += [_relative_error(logits[b, :q], expected[b][done[b] + 1 :][:q]) for b, q in enumerate(accepted)]
         done = [count + q for count, q in zip(done, accepted, strict=True)]
     if sources is not None or runner.states is not None:
         return errors
