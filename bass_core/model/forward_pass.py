@@ -77,6 +77,11 @@ class Pass:
     def __post_init__(self):
         self.first_batch_slot, self.kernels = self.batch_slots.start, kernel_ops.run_on(self.kv_slots.device)
 
+    @property
+    def settles(self) -> bool:
+        """True if no token of the pass can be rejected, as in a prefill."""
+        return self.committed_until == self.kv_lengths
+
     def once(self, make: Callable, *arguments) -> Any:
         """Return make(this pass, *arguments), computed once for all layers (masks, work lists)."""
         kind = (make, *arguments)

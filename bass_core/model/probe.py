@@ -2,8 +2,8 @@
 
 Some architectures silently ignore transformers' attention interface, and others pass masks of a different kind.
 `resolve` therefore compares ragged passes over a cache with the model's plain forward pass, and refuses models with
-different logits. Layers with a recurrent state are compared with the model's own decoding, token by token: the two forms
-of some recurrences differ. The probe leaves the model unchanged.
+different logits. Models with a recurrent state are compared with their own decoding, token by token, because the two
+forms of some recurrences differ. The probe leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from bass_core.model.transformers_internals import in_dtype, is_quantized
 
 # Lengths in tokens: a short text, the longest window during a probe, and two texts beyond this window.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
-# Tokens that the three rows submit in each step, and how many of these stay. Rows go on after rejected and after full
-# drafts. Repeated, moved, and in other batch slots from the fourth step on.
+# Tokens that the three rows submit in each step, and how many of these stay.
 STEPS = (
     ((4, 1, 2), (1, 1, 2)),
     ((1, 4, 4), (1, 3, 1)),
     ((4, 2, 1), (4, 1, 1)),
     ((2, 1, 4), (1, 1, 3)),
-    ((1, 1, 1),) * 2,
+    ((1, 1, 1), (1, 1, 1)),
 )
 MORE = 8  # accepted tokens after each text, at most
 WIDEST = 4  # tokens that a row submits at most

@@ -1,11 +1,12 @@
 """Layers with a recurrent state, in a batch whose rows reject draft tokens.
 
-A recurrent state cannot step back. `RowState` therefore keeps one state per row, valid before position `at`, and the
-inputs of the recurrence from `at` on. A pass replays the inputs of committed tokens, and reads its own tokens from a copy
-of the state. Rolling back a rejected draft again means not advancing: `Pass.committed_until` says which tokens stay.
+A recurrent state cannot step back. `RowState` therefore keeps a state per row, valid before position `at`, and the
+inputs of the recurrence from `at` on. A pass replays the inputs of committed tokens, and reads new tokens from a copy
+of the state. Rolling back a rejected draft means not advancing, as for keys and values. `Pass.committed_until` marks
+the tokens that stay.
 
-A layer's own `forward` runs unchanged. It receives a `StandIn` as its cache, and calls `StandIn.scan` in place of the
-function that runs its recurrence. The functions of all supported layers are in `SCANS`; add new ones there.
+A layer's own `forward` runs unchanged, with a `StandIn` as the cache, and with `StandIn.scan` in place of the function
+that computes the recurrence. `SCANS` lists these functions of transformers; add further functions there.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Tokens = dict[str, Tensor]  # inputs of a recurrence by name, [B, Q, ...]
 
 
 class Scan(NamedTuple):
-    """A function of transformers that runs a recurrence over the tokens of a pass.
+    """A function of transformers that computes a recurrence over the tokens of a pass.
 
-    tokens: its arguments with one entry per token, along axis `time`. initial: its argument for the state before the
-    first token, or None if the function starts from zeros. step(own, tokens, rest, state): returns the output and the
-    state after one token; own: globals of the layer's module, tokens: [B, 1, ...], rest: the other arguments.
+    tokens: arguments with an entry per token, along axis `time`. initial: argument for the state before the first
+    token, or None if the function starts from zeros. step(own, tokens, rest, state): returns output and state after a
+    single token. own: globals of the layer's module. tokens: [B, 1, ...]. rest: the other arguments.
     """
 
     name: str
@@ -102,7 +103,7 @@ def has_index(model: PreTrainedModel) -> bool:
 
 
 def explained(model: PreTrainedModel) -> str:
-    """Return one sentence: what the model keeps of a text, and how a rejected draft is rolled back."""
+    """Return a sentence about the model's caches: the stored data, and the rollback of a rejected draft."""
     scans = Counter(_scan_of(layer) for layer in model.modules() if keeps_state(layer))
     parts = ["keys and values by position, which later tokens overwrite"]
     if has_index(model):
@@ -117,7 +118,7 @@ def explained(model: PreTrainedModel) -> str:
 
 
 def _package(layer: nn.Module, scan: Scan) -> str:
-    """Return the package whose function runs a scan: transformers, or a package of kernels such as fla or mamba_ssm."""
+    """Return the package of the function that computes a scan: transformers, or kernels such as fla or mamba_ssm."""
     function = plain_forward(layer).__globals__[scan.name]
     function = inspect.getclosurevars(function).nonlocals.get("implementation", function)
     return function.__module__.split(".")[0]
@@ -128,7 +129,7 @@ def _scan_of(layer: nn.Module) -> Scan | None:
 
 
 def with_row_states(layer: nn.Module) -> Callable:
-    """Return the layer's `forward`. In passes over a ragged cache, the layer keeps one state per row."""
+    """Return the layer's `forward`. In passes over a ragged cache, the layer keeps a state per row."""
     forward, own, scan = layer.forward, plain_forward(layer), _scan_of(layer)
     signature = inspect.signature(own)
 
@@ -153,12 +154,14 @@ def with_row_states(layer: nn.Module) -> Callable:
 
 
 class StandIn:
-    """The cache that a layer's `forward` sees in one pass: no earlier state, so that the layer calls its scan."""
+    """The cache that a layer's `forward` receives in a pass. Without an earlier state, the layer calls the scan."""
 
     def __init__(self, cache: RaggedCache, layer: nn.Module):
         self.states: RowStates = cache.by_row
         self.current, self.layer_idx, self._scans = cache.current, getattr(layer, "layer_idx", 0), 0
-        self._valid = cache.current.kv_slots != cache.scratch_kv_slot  # [B, Q], False for padding
+        offsets = torch.arange(self.current.positions.shape[1])
+        at = torch.tensor(self.current.starts_host)[:, None] + offsets  # [B, Q]
+        self._valid = (at >= 0) & (at < torch.tensor(self.current.kv_lengths)[:, None])  # False for padding
 
     def get_conv_state(self, *args, **kwargs) -> None:
         """Return None: the layer then calls `update_conv_state` for passes of any length."""
@@ -166,14 +169,14 @@ class StandIn:
     get_recurrent_state = get_conv_state
 
     def update_recurrent_state(self, state: Tensor, *args, **kwargs) -> None:
-        """Do nothing, because `scan` keeps the state."""
+        """Do nothing: `scan` stores the state."""
 
     def update_conv_state(
         self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
     ) -> Tensor:
         """Return x [B, C, Q] after the inputs that a causal convolution of this size reads before x."""
         if conv_kernel_size is None:
-            raise NotImplementedError("a convolution state without a kernel size")
+            raise ValueError("its convolution has no kernel size")
         x = self._masked(x.transpose(1, 2))  # [B, Q, C]
 
         def replay(window: Tensor, token: Tokens) -> Tensor:
@@ -209,7 +212,7 @@ class StandIn:
             for q in range(self._valid.shape[1]):
                 output, after = step(state, {name: each[:, q : q + 1] for name, each in tokens.items()})
                 outputs.append(output)
-                state = _where(self._valid[:, q], after, state)
+                state = _where(self._valid[:, q], after, state) if self.current.settles else after
             return torch.cat(outputs, scan.time), state
 
         state = self.states.of(f"scan {self._scans}", self.layer_idx)
@@ -218,28 +221,31 @@ class StandIn:
         return output, output.new_empty(0)
 
     def _in_one_call(self, scan: Scan) -> bool:
-        """Return True if the scan reads the whole pass, as in transformers' prefill.
+        """Return True if a single call of the scan reads the pass, as in transformers' prefill.
 
-        Drafts are read token by token, as in transformers' decoding: in half precision, the sums of a scan differ.
-        Padding may only stand before a text, where the state is zero and remains zero.
+        Draft tokens are read step by step, as in transformers' decoding. In half precision, a scan rounds differently.
+        Padding may only precede a text: there the state is zero and remains zero.
         """
         starts, ends, width = self.current.starts_host, self.current.kv_lengths, self._valid.shape[1]
-        if self.current.committed_until != ends or any(e - s < width for s, e in zip(starts, ends, strict=True)):
+        if not self.current.settles or any(e - s < width for s, e in zip(starts, ends, strict=True)):
             return False
         return scan.initial is not None or max(starts) <= 0
 
     def _masked(self, tokens: Tensor) -> Tensor:
-        return tokens.masked_fill(~self._valid.view(*self._valid.shape, *[1] * (tokens.ndim - 2)), 0)
+        if self._valid.all():
+            return tokens
+        hidden = ~self._valid.to(tokens.device)
+        return tokens.masked_fill(hidden.view(*hidden.shape, *[1] * (tokens.ndim - 2)), 0)
 
 
 # --- states by row --------------------------------------------------------------------------------
 
 
 class RowState:
-    """One recurrent state per row, valid before position `at`, and the recurrence's inputs from `at` on.
+    """A recurrent state per row, valid before position `at`, and the recurrence's inputs from `at` on.
 
-    state: [batch slots, ...]. inputs: by name [batch slots, width, ...], by offset from `at`. at: int64 [batch slots], on
-    the host.
+    state: [batch slots, ...]. inputs: by name [batch slots, width, ...], by offset from `at`. at: int64 [batch slots],
+    on the host.
     """
 
     def __init__(self, rows: int):
@@ -254,8 +260,8 @@ class RowState:
     def read(self, tokens: Tokens, current: Pass, replay: Callable, read: Callable) -> Any:
         """Advance the rows of a pass to their committed tokens, and return the output of the pass.
 
-        tokens: inputs [B, Q, ...] of the pass. replay(state, token): the state after one more token. read(state): the
-        output of the pass, and the state after its last token; the first pass of a cache has state None.
+        tokens: inputs [B, Q, ...] of the pass. replay(state, token): returns the state after a further token.
+        read(state): returns the output of the pass and the last state. The state is None in the cache's first pass.
         """
         rows = slice(current.batch_slots.start, current.batch_slots.stop)
         starts = torch.tensor(current.starts_host).clamp(min=0)
@@ -265,23 +271,19 @@ class RowState:
             raise RuntimeError("a pass starts before the recurrent state, or after the inputs that it left")
         settled = state = None if self.state is None else self.state[rows]
         kept = (until - self.at[rows]).minimum(behind)
-        device = next(iter(tokens.values())).device
-        on_device = [each.to(device) for each in (behind, kept)]
         for offset in range(int(behind.max())):
             after = replay(state, {name: each[rows, offset : offset + 1] for name, each in self.inputs.items()})
-            state, settled = (
-                _where(offset < count, after, old) for count, old in zip(on_device, (state, settled), strict=True)
-            )
+            state, settled = _where(offset < behind, after, state), _where(offset < kept, after, settled)
         output, final = read(state)
-        if current.committed_until == current.kv_lengths:
+        if current.settles:
             self._put(rows, final, ends, {})
         else:
             self._put(rows, settled, until, self._inputs(rows, tokens, kept, starts - until, ends - starts))
         return output
 
     def _inputs(self, rows: slice, tokens: Tokens, kept: Tensor, lead: Tensor, count: Tensor) -> Tokens:
-        """Return the inputs after `kept` tokens became part of the state: of the first `lead` offsets those kept from
-        earlier passes, then `count` of this pass, then those kept again. All int64 [B]."""
+        """Return the inputs from the new position on, after the state took in `kept` tokens. Offsets `lead` to `lead` +
+        `count` hold inputs of this pass, the others hold inputs of earlier passes. kept, lead, count: int64 [B]."""
         queries = next(iter(tokens.values())).shape[1]
         offsets = torch.arange(max(self.width, int(lead.max()) + queries))
         own = (offsets >= lead[:, None]) & (offsets < (lead + count)[:, None])  # [B, width]
@@ -295,7 +297,7 @@ class RowState:
         return found
 
     def _put(self, rows: slice, state: Tensor, at: Tensor, inputs: Tokens) -> None:
-        """Write the rows' state, position and inputs at once, so that an interrupt leaves either all or none."""
+        """Write the rows' state, position and inputs in a single call, so that an interrupt leaves all or none."""
         if self.state is None:
             self.state = state.new_zeros(self.rows, *state.shape[1:])
         if any(each.shape[1] > self.width for each in inputs.values()):
@@ -342,7 +344,7 @@ class RowStates:
         torch._foreach_copy_(to, [table[source] for _ in batch_slots for table in tables])
 
     def save_row(self, batch_slot: int) -> list[Tensor]:
-        """Return a copy of a row after its prompt, when no inputs are kept: position and state, one after the other."""
+        """Return a copy of a row after the prompt: alternately position and state. No inputs are pending then."""
         tables = (table for each in self.found.values() for table in (each.at, each.state))
         return [table[batch_slot].clone() for table in tables]
 
@@ -357,5 +359,7 @@ class RowStates:
 
 
 def _where(chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return the new states of the chosen rows, bool [B], and the old states of the others."""
-    return torch.where(chosen.view(-1, *[1] * (new.ndim - 1)), new, old)
+    """Return the new states of the chosen rows, bool [B] on the host, and the old states of the others."""
+    if chosen.all():
+        return new
+    return torch.where(chosen.to(new.device).view(-1, *[1] * (new.ndim - 1)), new, old) if chosen.any() else old

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.utils import logging
 
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
-from bass_core.model import architectures
 from bass_core.model.forward_pass import Pass
 from bass_core.model.patching import changed
+from bass_core.model.recurrent import RowState, Tokens
 from bass_core.prompts import first_ids, token_ids
 from bass_core.session import Session
 from bass_lab.checks import plain_decoding
@@ -124,15 +125,16 @@ def timed(
     return pd.DataFrame(table).rename(columns={"median": "speed"}).set_index(["batch", "way"])
 
 
-def stateful_model() -> Lfm2ForCausalLM:
-    """Return a tiny LFM2 with random weights in float64: two short convolutions, each followed by attention."""
+def stateful_model() -> Qwen3NextForCausalLM:
+    """Return a tiny hybrid in float64 with random weights: two layers with a recurrent state, each before attention."""
     torch.manual_seed(0)
-    config = Lfm2Config(
+    config = Qwen3NextConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        layer_types=["conv", "full_attention"] * 2, full_attn_idxs=[1, 3],
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, mlp_only_layers=[0, 1, 2, 3],
     )  # fmt: skip
-    model = Lfm2ForCausalLM(config).double().eval()
+    model = Qwen3NextForCausalLM(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -140,32 +142,62 @@ def stateful_model() -> Lfm2ForCausalLM:
     return model
 
 
-class KeptState:
-    """The bug, for one row: a convolution continues from its last inputs, rejected tokens included."""
-
-    def __init__(self, right: Callable[[Tensor, Pass, int], Tensor]):
-        self.right, self.states = right, {}
-
-    def __call__(self, seen: Tensor, current: Pass, width: int) -> Tensor:
-        window, start = self.right(seen, current, width), int(current.starts[0])
-        state = self.states.get(seen.data_ptr())
-        if state is not None and start > 0:
-            for query in range(min(width - 1, window.shape[1])):
-                missing = width - 1 - query  # inputs before the pass
-                window[0, query, :missing] = state[-missing:]
-        end = int(current.ends[0])
-        self.states[seen.data_ptr()] = seen[0, max(0, end - width + 1) : end].clone()
-        return window
+def read_from_the_last_state(self: RowState, tokens: Tokens, current: Pass, replay: Callable, read: Callable) -> Any:
+    """The bug, in place of `RowState.read`: the state after all submitted tokens stays, rejected tokens included."""
+    rows = slice(current.batch_slots.start, current.batch_slots.stop)
+    output, state = read(None if self.state is None else self.state[rows])
+    self._put(rows, state, torch.tensor(current.kv_lengths), {})
+    return output
 
 
 @contextmanager
 def not_rolled_back() -> Iterator[None]:
-    """Make convolutions keep the state of rejected tokens inside this context."""
-    with changed([(vars(architectures), "_window", KeptState(architectures._window))]):
+    """Keep the state of rejected tokens inside this context."""
+    right = RowState.read
+    RowState.read = read_from_the_last_state
+    try:
         yield
+    finally:
+        RowState.read = right
 
 
-def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
+def state_memory(draft_length: int = 7, rows: int = 8) -> pd.DataFrame:
+    """Return GiB of recurrent states for published models: a state after each submitted token, and this library's
+    method.
+
+    A state per submitted token: (K + 1) states. This library: a state, and K + 1 inputs of convolution and recurrence.
+    """
+    models = {  # layers with a state; numbers in a state (float32), in a convolution window, in the inputs of a token
+        "Qwen3-Next-80B": (36, 32 * 128 * 128, 3 * 8192, 8192 + 8192 + 2 * 32),
+        "Nemotron-H-8B": (24, 128 * 64 * 128, 3 * 10240, 10240 + 10240 + 128),
+    }
+    lines, tokens = {}, draft_length + 1
+    for name, (layers, state, window, token) in models.items():
+        each = tokens * (4 * state + 2 * window)
+        once = 4 * state + 2 * window + 2 * tokens * token
+        lines[name] = {"a state per token": each, "a state and inputs": once}
+        lines[name] = {method: layers * rows * size / 2**30 for method, size in lines[name].items()}
+    table = pd.DataFrame.from_dict(lines, orient="index")
+    return table.assign(ratio=table.iloc[:, 0] / table.iloc[:, 1])
+
+
+def clamped(generation: Generation, sizes: Sequence[int] = (2, 4, 8, 16)) -> pd.DataFrame:
+    """Return tokens per row and step, by batch size: with each row's own accepted length, and if every row kept only as
+    many draft tokens as the row with the fewest. Uses the first rows of each decode step with enough rows."""
+    steps = generation.trace.steps.query("kind == 'decode'")
+    order = steps.groupby("step").cumcount()
+    count = steps.groupby("step").row.transform("size")
+    lines = {}
+    for size in sizes:
+        chosen = steps[(order < size) & (count >= size)]
+        if len(chosen):
+            least = chosen.groupby("step").accepted.min().mean() + 1
+            lines[size] = {"own lengths": chosen.accepted.mean() + 1, "least accepted": least}
+    table = pd.DataFrame.from_dict(lines, orient="index").rename_axis("batch size")
+    return table.assign(ratio=table["own lengths"] / table["least accepted"])
+
+
+def rolled_back(model: Qwen3NextForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
     """Return per method: greedy text of one row, right tokens before the first wrong token, rejected draft tokens."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
@@ -178,7 +210,7 @@ def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: 
     options = {"max_new_tokens": new, "draft_length": draft_length, "eos_token_id": ()}
     with Session(pair):  # probes the unpatched model
         pass
-    for name, way in (("by position", None), ("as it was left", not_rolled_back)):
+    for name, way in (("one state and inputs", None), ("as it was left", not_rolled_back)):
         with way() if way else changed([]):
             out = generate(pair, [prompt], **options)
         text = out.sequences[0].tolist()

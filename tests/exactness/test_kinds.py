@@ -36,7 +36,7 @@ def table_of(section: str, columns) -> dict[str, kinds.Finding]:
 
 TABLE = table_of("kinds", kinds.COLUMNS)
 READING = table_of("reading kinds", reading_kinds.COLUMNS)
-# One exact type on the path "eager", and types refused for a state, an error, differing logits, and a single-token pass.
+# One exact type on the path "eager", and types refused for a state, an error, and differing logits.
 FEW = ("big_bird", "rwkv", "bloom", "camembert", "led")
 CASES = [(module, kind) for module, table in ((kinds, TABLE), (reading_kinds, READING)) for kind in table]
 

@@ -204,6 +204,7 @@ def test_states_equal_a_recurrence_from_the_start_after_any_passes():
             starts_host=starts.tolist(),
             kv_lengths=ends,
             committed_until=ends if whole else until.tolist(),
+            settles=bool(whole),
         )
 
         def read(state, fed=fed):

@@ -52,7 +52,23 @@ def test_methods_end_like_generate():
 
 def test_state_without_rollback_writes_another_text():
     rolled = demonstrations.rolled_back(demonstrations.stateful_model(), torch.tensor([5, 9, 12, 44]), 16, 4)
-    assert rolled.loc["by position", "text"] == rolled.loc["transformers.generate", "text"]
-    assert rolled.loc["as it was left", "right tokens"] < 16 == rolled.loc["by position", "right tokens"]
+    assert rolled.loc["one state and inputs", "text"] == rolled.loc["transformers.generate", "text"]
+    assert rolled.loc["as it was left", "right tokens"] < 16 == rolled.loc["one state and inputs", "right tokens"]
     again = demonstrations.rolled_back(demonstrations.stateful_model(), torch.tensor([5, 9, 12, 44]), 16, 4)
-    assert again.loc["by position", "right tokens"] == 16  # the demonstration has ended
+    assert again.loc["one state and inputs", "right tokens"] == 16  # the demonstration has ended
+
+
+def test_clamped_rows_keep_the_fewest_accepted_tokens(reading_pair):
+    out = bass.generate(reading_pair, PROMPTS, max_new_tokens=16, draft_length=3)
+    table = demonstrations.clamped(out, sizes=(1, 2, 9))
+    assert table.index.tolist() == [1, 2]  # no step has nine rows
+    steps = out.trace.steps.query("kind == 'decode'")
+    both = steps[steps.groupby("step").row.transform("size") == 2]
+    assert table.loc[2, "own lengths"] == both.accepted.mean() + 1
+    assert table.loc[2, "least accepted"] == both.groupby("step").accepted.min().mean() + 1
+
+
+def test_memory_of_states_is_that_of_the_study():
+    table = demonstrations.state_memory(draft_length=7, rows=8)
+    assert table["a state per token"].round(1).tolist() == [4.6, 6.1]
+    assert table["a state and inputs"].round(2).tolist() == [0.65, 0.82]
