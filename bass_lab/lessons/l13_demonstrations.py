@@ -192,8 +192,9 @@ def clamped(generation: Generation, sizes: Sequence[int] = (2, 4, 8, 16)) -> pd.
         chosen = steps[(order < size) & (count >= size)]
         if len(chosen):
             least = chosen.groupby("step").accepted.min().mean() + 1
-            lines[size] = {"own lengths": chosen.accepted.mean() + 1, "least accepted": least}
-    table = pd.DataFrame.from_dict(lines, orient="index").rename_axis("batch size")
+            lines[size] = [chosen.accepted.mean() + 1, least]
+    columns = ["own lengths", "least accepted"]
+    table = pd.DataFrame.from_dict(lines, orient="index", columns=columns).rename_axis("batch size")
     return table.assign(ratio=table["own lengths"] / table["least accepted"])
 
 
