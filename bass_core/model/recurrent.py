@@ -1,7 +1,7 @@
 """Layers with a recurrent state, in a batch whose rows reject draft tokens.
 
 A recurrent state cannot step back. `RowState` therefore keeps a state per row, valid before position `at`, and the
-inputs of the recurrence from `at` on. A pass replays the inputs of committed tokens, and reads new tokens from a copy
+inputs of the recurrence from `at` on. A pass replays the inputs up to its first token, and reads new tokens from a copy
 of the state. Rolling back a rejected draft means not advancing, as for keys and values. `Pass.committed_until` marks
 the tokens that stay.
 
@@ -210,9 +210,8 @@ class StandIn:
                 return own[scan.name](*first, **given)
             outputs = []
             for q in range(self._valid.shape[1]):
-                output, after = step(state, {name: each[:, q : q + 1] for name, each in tokens.items()})
+                output, state = step(state, {name: each[:, q : q + 1] for name, each in tokens.items()})
                 outputs.append(output)
-                state = _where(self._valid[:, q], after, state) if self.current.settles else after
             return torch.cat(outputs, scan.time), state
 
         state = self.states.of(f"scan {self._scans}", self.layer_idx)
@@ -224,12 +223,9 @@ class StandIn:
         """Return True if a single call of the scan reads the pass, as in transformers' prefill.
 
         Draft tokens are read step by step, as in transformers' decoding. In half precision, a scan rounds differently.
-        Padding may only precede a text: there the state is zero and remains zero.
+        Padding of a prefill precedes the text: there the state is zero and remains zero.
         """
-        starts, ends, width = self.current.starts_host, self.current.kv_lengths, self._valid.shape[1]
-        if not self.current.settles or any(e - s < width for s, e in zip(starts, ends, strict=True)):
-            return False
-        return scan.initial is not None or max(starts) <= 0
+        return self.current.settles and (scan.initial is not None or max(self.current.starts_host) <= 0)
 
     def _masked(self, tokens: Tensor) -> Tensor:
         if self._valid.all():
@@ -308,7 +304,7 @@ class RowState:
         into = [self.inputs[name][rows, : each.shape[1]] for name, each in inputs.items()]
         torch._foreach_copy_([self.state[rows], self.at[rows], *into], [state, at, *inputs.values()])
 
-    def tables(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Return all allocated tensors, [batch slots, ...]."""
         return [self.at, *([] if self.state is None else [self.state]), *self.inputs.values()]
 
@@ -327,19 +323,19 @@ class RowStates:
     @property
     def row_bytes(self) -> int:
         """Bytes per row of all states and inputs."""
-        return sum(table.nbytes for table in self.tables()) // self.cache.max_rows
+        return sum(buffer.nbytes for buffer in self.buffers()) // self.cache.max_rows
 
-    def tables(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """Return all allocated tensors, [batch slots, ...]."""
-        return [table for each in self.found.values() for table in each.tables()]
+        return [table for each in self.found.values() for table in each.buffers()]
 
     def clear(self, batch_slots: range) -> None:
         """Begin new texts in these batch slots."""
-        if tables := self.tables():
+        if tables := self.buffers():
             torch._foreach_zero_([table[batch_slots.start : batch_slots.stop] for table in tables])
 
     def move_row(self, source: int, batch_slots: range) -> None:
-        tables = self.tables()
+        tables = self.buffers()
         to = [table[batch_slot] for batch_slot in batch_slots for table in tables]
         torch._foreach_copy_(to, [table[source] for _ in batch_slots for table in tables])
 
@@ -354,7 +350,7 @@ class RowStates:
             each.at[rows], each.state[rows] = at, state
 
     def release(self) -> None:
-        free(self.tables())
+        free(self.buffers())
         self.found.clear()
 
 

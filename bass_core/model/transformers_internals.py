@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -121,9 +122,16 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return True if the model was loaded with quantized weights, which keep their dtype and layout. transformers
-    dequantizes GGUF files during loading."""
-    return getattr(model, "is_quantized", False) and getattr(model, "quantization_method", None) != "gguf"
+    """Return True if the model was loaded with quantized weights, which keep their dtype and layout."""
+    kept = getattr(model.config, "quantization_config", None)
+    dense = getattr(model, "quantization_method", None) == "gguf" and getattr(kept, "dequantize", True)
+    return getattr(model, "is_quantized", False) and not dense
+
+
+def dense_gguf() -> dict[str, Any]:
+    """Return arguments of `from_pretrained` for ordinary weights from a GGUF file; 5.17 has no other kind."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 # --- generate -------------------------------------------------------------------------------------

@@ -213,10 +213,12 @@ def _answer(model: PreTrainedModel, path: str) -> str:
 @torch.inference_mode()
 def _cache_bytes(model: PreTrainedModel, path: str) -> tuple[int, int]:
     """Return the KV bytes of one position, and the bytes of a row's recurrent states without drafts."""
-    with Runner(model, path, max_rows=1, capacity=2) as runner:
+    with Runner(model, path, max_rows=1, capacity=3) as runner:
         if model.config.is_encoder_decoder:
             runner.read([made_up(model, 1)], range(1))
         runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
+        next_token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        runner.feed(next_token, 2 * next_token[0], [1], starts_host=[2])  # keeps the inputs of a token
         buffers = runner.cache.buffers()
         position = sum(buffer.nbytes for buffer in buffers) // runner.cache.kv_slots
         return position, 0 if runner.states is None else runner.states.row_bytes

@@ -46,7 +46,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     text = config.get_text_config()
     if not config.is_encoder_decoder:  # else num_hidden_layers may count the encoder, which stays whole
         text.num_hidden_layers = count
-        if getattr(text, "layer_types", None):
+        if vars(text).get("layer_types"):  # some configs derive the list from other fields
             text.layer_types = text.layer_types[:count]
     return _shortened(model, layers, count, {id(model.config): config, id(model.config.get_text_config()): text})
 

@@ -25,6 +25,7 @@ import bass_core as bass
 from bass_core.drafters import FeatureDrafter, SuffixDrafter
 from bass_core.loading.quantization import quantized
 from bass_core.model import probe, recurrent
+from bass_lab.checks import doctor
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import total_variation
 from bass_lab.drafters import LayerSkipDrafter
@@ -109,11 +110,14 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTERS)
-def test_every_drafter_serves_a_hybrid_target(draft):
-    target = model("qwen3_next", "float32")
+@pytest.mark.parametrize(
+    ("kind", "draft"),
+    [*(("qwen3_next", draft) for draft in DRAFTERS), *((kind, "first layers") for kind in ("falcon_h1", "mamba2"))],
+)
+def test_every_drafter_serves_a_hybrid_target(kind, draft):
+    target = model(kind, "float32")
     out = decoded(bass.ModelPair(target, DRAFTERS[draft](target)), max_batch_size=3, draft_length=3)
-    assert texts(out) == alone("qwen3_next", "float32")
+    assert texts(out) == alone(kind, "float32")
 
 
 def test_recurrent_draft_serves_a_target_without_states():
@@ -288,6 +292,7 @@ def test_memory_per_row_is_that_of_the_formula_and_stays_flat(kind):
                 session.submit(prompt, max_new_tokens=6)
             run_to_the_end(session)
             sizes.add(session.target.states.row_bytes)
+        described = doctor._cache_bytes(session.pair.target, "pad")[1]
     assert len(sizes) == 1
     config = model(kind).config
     if kind == "qwen3_next":
@@ -298,7 +303,18 @@ def test_memory_per_row_is_that_of_the_formula_and_stays_flat(kind):
         channels, width = config.mamba_expand * config.hidden_size, config.mamba_d_conv
         state, token = channels * config.mamba_d_state * 8, 3 * channels * 8 + 2 * config.mamba_d_state * 8
     window, positions = (width - 1) * channels * 8, 2 * 8
-    assert sizes == {state + window + (k + 1) * (token + channels * 8) + positions}  # of a single layer
+    per_token = token + channels * 8
+    assert sizes == {state + window + (k + 1) * per_token + positions}  # of a single layer
+    assert described == state + window + per_token + positions
+
+
+def test_full_memory_counts_the_states():
+    with _session(pair_of("mamba"), max_batch_size=4) as session:
+        session.submit(PROMPTS[0], max_new_tokens=6)
+        run_to_the_end(session)
+        per_row = session.target.states.row_bytes
+        advice = str(session.target.cache.explain(MemoryError()))
+    assert f"takes {per_row / 1e9:.3g} GB per row" in advice
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32"])
