@@ -54,7 +54,7 @@ def verify(
         list[str] | None, typer.Option(metavar="TEXT", help="may be repeated; none: built-in prompts")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="SET", help="or the first 8 of mini, library or FILE.jsonl")
+        str | None, typer.Option(metavar="SET", help="or the first 8 of mini, library, edits, questions or FILE.jsonl")
     ] = None,
     samples: Annotated[int, typer.Option(min=1000, metavar="N", help="rows of each sampled test")] = 6144,
     seed: common.Seed = 0,

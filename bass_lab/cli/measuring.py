@@ -24,7 +24,9 @@ def bench(
     device: common.Device = None,
     quantize: common.Quantize = None,
     rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
-    prompts: Annotated[list[str], typer.Option(metavar="SET", help="mini, library or FILE.jsonl; may be repeated")] = [  # noqa: B006
+    prompts: Annotated[
+        list[str], typer.Option(metavar="SET", help="mini, library, edits, questions or FILE.jsonl; may be repeated")
+    ] = [  # noqa: B006
         "mini",
         "library",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.drafters import Drafter, FeatureDrafter, Setting
+from bass_core.drafters import Drafter, FeatureDrafter, NgramDrafter, Setting
+from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loading.quantization import SELF_DRAFTS, parameter_count, quantized
 from bass_core.loop.trace import Trace
@@ -23,6 +25,7 @@ from bass_lab import drafters
 from bass_lab.drafters.layer_skip import LayerSkipDrafter, first_layers
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.kept_session import KeptSession
+from bass_lab.measure.clocks import Elapsed
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -30,6 +33,7 @@ from bass_lab.pair.alignment import align
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.written import Written
 from bass_lab.texts import corpus
+from bass_lab.texts.prompt_sets import CHATS, prompt_set
 
 REGULAR = "regular"
 PHASES = ("draft", "verify", "other")  # phases of a step
@@ -86,6 +90,37 @@ def runs(
                         found.append(line | _counted(trace))
     ordered = [line for name in prompts for batch in batches for line in lines[name, batch]]
     return pd.DataFrame(ordered).query("repeat > 0")
+
+
+def earned(
+    dtypes: Sequence[str], batches: Sequence[int], *, repeats: int, draft_length: int, most: int, questions: int = 4
+) -> pd.DataFrame:
+    """Return the speed of n-gram drafts with SmolLM2, a line per dtype, prompt set and batch size, relative to regular
+    decoding. Repeats are interleaved; every text ends at its EOS.
+
+    A batch of 1 decodes the first `questions` prompts one after the other. Columns: tokens per step, speed (median of
+    paired ratios), low, high, identical (texts equal to regular decoding's). Raises ValueError if the model is not
+    installed.
+    """
+    lines = []
+    for dtype in dtypes:
+        pair = load_pair("smollm2", draft=NgramDrafter(), dtype=dtype)
+        for name, batch in itertools.product(CHATS, batches):
+            prompts = prompt_set(name)[: questions if batch == 1 else batch]
+            seconds, found = {0: [], draft_length: []}, {}
+            for _ in range(repeats + 1):  # the first repeat warms up
+                for k, taken in seconds.items():
+                    with Elapsed(pair.device) as elapsed:
+                        options = {"max_new_tokens": most, "draft_length": k, "max_batch_size": batch}
+                        found[k] = generate(pair, prompts, **options)
+                    taken.append(elapsed.seconds)
+            speed = Ratio.of(seconds[draft_length][1:], seconds[0][1:])
+            same = sum(map(torch.equal, found[0].sequences, found[draft_length].sequences))
+            line = {"dtype": dtype, "prompts": name, "batch": batch, "speed": speed.median, "low": speed.low}
+            steps = found[draft_length].trace.summary()["tokens_per_step"]
+            line |= {"high": speed.high, "tokens per step": steps, "identical": f"{same} of {len(prompts)}"}
+            lines.append(line)
+    return pd.DataFrame(lines).set_index(["dtype", "prompts", "batch"])
 
 
 def _counted(trace: Trace) -> dict[str, float]:

@@ -1,7 +1,9 @@
-"""The two built-in prompt sets, and prompt sets from files.
+"""The built-in prompt sets, and prompt sets from files.
 
 * `"mini"`: signature and docstring of the mini evaluation set's 164 problems. In distribution.
 * `"library"`: beginnings of standard-library functions outside the training data. Out of distribution.
+* `"edits"` and `"questions"`: 8 conversations each for chat models, such as `load_pair("smollm2")`: repeat a text with
+  a change, and answer an open question.
 
 `python -m bass_lab.texts.prompt_sets` rewrites `"library"`. Any file of JSON lines, gzipped or not, is a prompt set.
 Each line has `prompt` (a text or a conversation), `messages` (`[{"role": "user", "content": "…"}]`) or `turns` (user
@@ -23,13 +25,14 @@ from bass_lab.evaluation.problems import file_rows
 from bass_lab.texts import corpus
 
 PROMPT_SETS = ("mini", "library")
+CHATS = ("edits", "questions")
 FILES = ("*.jsonl", "*.jsonl.gz")
-NAMES = (*PROMPT_SETS, *FILES)
+NAMES = (*PROMPT_SETS, *CHATS, *FILES)
 FIELDS = ("prompt", "messages", "turns")
 CONVERSATION = 'a conversation, [{"role": "user", "content": "…"}, …]'
 ACCEPTED = {"prompt": f"a text or {CONVERSATION}", "messages": CONVERSATION, "turns": "a list of texts"}
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's mark for unpublished prompts
-LIBRARY = Path(__file__).parents[1] / "assets" / "library_prompts.jsonl"
+LIBRARY, CHAT = (Path(__file__).parents[1] / "assets" / f"{name}_prompts.jsonl" for name in ("library", "chat"))
 LIBRARY_SIZE = 96
 
 
@@ -37,12 +40,16 @@ Prompt: TypeAlias = str | list[dict[str, Any]]  # a text or a conversation
 
 
 def prompt_set(name: str | Path, count: int | None = None) -> list[Prompt]:
-    """Return the first `count` prompts (None: all) of "mini" (164), "library" (96) or a file of JSON lines. Raises
-    ValueError for another name, too many prompts, and a line without a prompt; FileNotFoundError for a missing file."""
+    """Return the first `count` prompts (None: all) of "mini" (164), "library" (96), "edits" or "questions" (8 each), or
+    a file of JSON lines. Raises ValueError for another name, too many prompts, and a line without a prompt;
+    FileNotFoundError for a missing file."""
     if is_file(name):
         prompts = prompts_in(Path(name))
     elif one_of("prompt_set", name, NAMES) == "mini":
         prompts = [problem.prompt for problem in load_problems()]
+    elif name in CHATS:
+        lines = map(json.loads, CHAT.read_text("utf-8").splitlines())
+        prompts = [line["prompt"] for line in lines if line["kind"] == name]
     else:
         prompts = prompts_in(LIBRARY)
     if count is not None and not 0 < count <= len(prompts):
