@@ -64,13 +64,9 @@ def load_model(
     check_there(name, revision)
     gguf = name in PACKAGED
     try:
-        # The progress of reading a GGUF file is always shown, on stderr.
-        silent = redirect_stderr(io.StringIO()) if gguf else nullcontext()
-        with (
-            _progress_only_for_people(),
-            silent,
-            torch.device("cpu"),
-        ):  # a GPU as default device would require accelerate
+        silent = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # this progress bar has no switch
+        # A GPU as default device would require accelerate.
+        with _progress_only_for_people(), silent, torch.device("cpu"):
             if gguf:
                 kind, quantized, special = AutoModelForCausalLM, False, packaged(name) | internals.dense_gguf()
             else:

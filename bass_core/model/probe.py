@@ -297,7 +297,7 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
     model, rows, cache, batch_slots = runner.model, len(lengths), runner.cache, range(1, len(lengths) + 1)
     for _ in range(2):  # the first iteration allocates
         for buffer in [*cache.buffers(), *(() if runner.states is None else runner.states.buffers())]:
-            buffer.fill_(1000)  # stale values, masked for every query
+            buffer.fill_(1e4)  # stale values, masked for every query
         if cache.by_row is not None:
             cache.by_row.clear(range(rows + 2))
         if sources is not None:
