@@ -166,7 +166,7 @@ class StandIn:
     def get_conv_state(self, *args, **kwargs) -> None:
         """Return None: the layer then calls `update_conv_state` for passes of any length."""
 
-    get_recurrent_state = get_conv_state
+    get_recurrent_state = has_previous_state = get_conv_state  # the last one: transformers before 5.24
 
     def update_recurrent_state(self, state: Tensor, *args, **kwargs) -> None:
         """Do nothing: `scan` stores the state."""

@@ -304,7 +304,8 @@ def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Te
         return mask(window)
     options = {
         "full_attention": {},
-        "indexed_attention": {},
+        "indexed_attention": {},  # transformers before 5.24: deepseek_sparse_attention
+        "deepseek_sparse_attention": {},
         "sliding_attention": {"window": window},
         "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
     }

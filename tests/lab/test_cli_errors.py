@@ -190,7 +190,12 @@ REFUSED = {
     ("generate", "x", "--draft=/nowhere"): "without a target",
     ("generate", ""): "a prompt is empty",
     ("generate", "caf\udce9"): "a prompt is not valid Unicode: lone surrogate at index 3",
-    ("record", "x.npz", "--prompts", "other"): "prompt_set must be one of mini, library, edits, questions, *.jsonl, *.jsonl.gz; got",
+    (
+        "record",
+        "x.npz",
+        "--prompts",
+        "other",
+    ): "prompt_set must be one of mini, library, edits, questions, *.jsonl, *.jsonl.gz; got",
     ("generate", "--input", "folder"): "is a directory",
     ("generate", "x", "--chat"): "chat template",
     ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",

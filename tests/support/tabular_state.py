@@ -38,7 +38,11 @@ class Recurrence(nn.Module):
         seen = nn.functional.pad(seen, (1, 0))
         mixed = (seen[..., 1:] + BEFORE * seen[..., :-1])[..., -hidden_states.shape[1] :].transpose(1, 2)[..., None]
         g = torch.full_like(mixed[..., 0], math.log(base))
-        before = None if cache is None else cache.get_recurrent_state(self.layer_idx)
+        before = None
+        if hasattr(cache, "get_recurrent_state"):
+            before = cache.get_recurrent_state(self.layer_idx)
+        elif cache is not None:  # transformers before 5.24
+            before = cache.layers[self.layer_idx].recurrent_states[0]
         if before is not None and hidden_states.shape[1] == 1:
             out, state = torch_recurrent_gated_delta_rule(mixed, mixed, mixed, g, g, initial_state=before)
         else:
