@@ -41,7 +41,7 @@ from bass_core.model.transformers_internals import in_dtype, is_quantized
 
 # Lengths in tokens: a short text, the longest window during a probe, and two texts beyond this window.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
-# Tokens that the three rows submit in each step, and how many of these stay.
+# Tokens that the three rows submit in each step, and how many of these stay. A short context has fewer steps.
 STEPS = (
     ((4, 1, 2), (1, 1, 2)),
     ((1, 4, 4), (1, 3, 1)),
@@ -49,7 +49,7 @@ STEPS = (
     ((2, 1, 4), (1, 1, 3)),
     ((1, 1, 1), (1, 1, 1)),
 )
-MORE = 8  # accepted tokens after each text, at most
+MORE = 8  # positions after each text
 WIDEST = 4  # tokens that a row submits at most
 HALF = 6e-2  # tolerance in half precision, relative to the logits
 # Some tokens amplify rounding. Below this error, the rounding of the model's own decoding counts, too.
@@ -263,11 +263,13 @@ def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
 def _probe_error(model: PreTrainedModel, path: str) -> float:
     """Return the largest relative error of the ragged passes' logits."""
     vocabulary = model.config.get_text_config().vocab_size
-    longest = min(BEYOND, (context_length(model) or math.inf) - MORE - WIDEST)
+    context = context_length(model) or math.inf
+    more = min(MORE, context - 2)
+    longest = min(BEYOND, context - more)
     lengths = [longest, min(BEFORE, longest - 1), min(BETWEEN, longest)]
     rows = len(lengths)
     generator = torch.Generator().manual_seed(0)
-    size = (rows, longest + MORE + WIDEST)
+    size = (rows, longest + more)
     ids = torch.randint(1, vocabulary, size, generator=generator, device="cpu").to(model.device)
     sources = None
     if model.config.is_encoder_decoder:
@@ -303,18 +305,20 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
         if sources is not None:
             runner.read(sources, batch_slots)
         first = runner.feed_last(ids, lengths, max(lengths), batch_slots)  # [B, V]
-    last, spare = rows, rows + 1
+    last, spare, more = rows, rows + 1, ids.shape[1] - max(lengths)
     cache.load_row(range(spare, spare + 1), cache.save_row(last, lengths[-1]))
     cache.clear(range(last, spare))
     cache.move_row(spare, range(last, spare))
     reads = sources or [None] * rows
     reference = _own_logits if runner.states is not None else _plain_logits
-    expected = [reference(model, ids[b : b + 1, : n + MORE], n, reads[b]) for b, n in enumerate(lengths)]
+    expected = [reference(model, ids[b : b + 1, : n + more], n, reads[b]) for b, n in enumerate(lengths)]
     if any((each.isnan() | (each == torch.inf)).any() for each in expected):
         raise NotNumbers(f"the forward pass of {type(model).__name__} gives NaN or infinite logits; check its weights")
     errors = [_relative_error(first[b], expected[b][0]) for b in range(rows)]
     done = [0] * rows  # accepted tokens
     for step, (submitted, accepted) in enumerate(STEPS):
+        if max(count + q for count, q in zip(done, submitted, strict=True)) > more:
+            break
         if step == 3:
             for batch_slot in batch_slots:
                 cache.move_row(batch_slot, range(batch_slot - 1, batch_slot))
@@ -322,7 +326,7 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
             batch_slots = range(rows)
         starts_host = [n + count for n, count in zip(lengths, done, strict=True)]
         starts = torch.tensor(starts_host, device=ids.device)
-        following = starts[:, None] + torch.arange(WIDEST, device=ids.device)  # [B, Q]
+        following = (starts[:, None] + torch.arange(WIDEST, device=ids.device)).clamp(max=ids.shape[1] - 1)  # [B, Q]
         stays = torch.arange(WIDEST, device=ids.device) < torch.tensor(accepted, device=ids.device)[:, None]
         tokens = torch.where(stays, ids.gather(1, following), ids.flip(0).gather(1, following))[:, : max(submitted)]
         for packed in (False,) if runner.path == "eager" else (False, True):
@@ -336,7 +340,7 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
         own = _own_logits(model, ids[:1, : lengths[0] + 3], lengths[0])
         errors.append(_relative_error(own, expected[0][:4]))
         if HALF < max(errors) < ROUNDING and model.dtype in (torch.float16, torch.bfloat16):
-            texts = [(ids[b : b + 1, : n + MORE], n) for b, n in enumerate(lengths)]
+            texts = [(ids[b : b + 1, : n + more], n) for b, n in enumerate(lengths)]
             noise = (_relative_error(_own_logits(model, *each), _plain_logits(model, *each)) for each in texts)
             return [max(0.0, max(errors) - 3 * max(noise))]
     except Exception as error:  # this model needs inputs that `generate` prepares
