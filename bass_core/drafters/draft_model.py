@@ -98,7 +98,6 @@ class ModelDrafter(Drafter):
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         rows = int(lengths.nonzero()[0][-1]) + 1  # later rows do not draft, and are not fed
-
         if self.runner.states is not None:
             return self._draft_with_states(context, lengths, policy, rows)
 

@@ -32,7 +32,7 @@ def switch(
 
 
 def replacements(model: PreTrainedModel) -> list[Change]:
-    """Return the changes (`patching.changed`) that make a model's modules use each row's own positions."""
+    """Return the changes (`patching.changed`) for modules to use each row's own positions."""
     beyond, takes_positions = rotary_switch(model), "position_ids" in internals.forward_names(type(model))
     found: list[Change] = []
     for module in model.modules():
@@ -51,7 +51,7 @@ def replacements(model: PreTrainedModel) -> list[Change]:
 
 
 def keeping(model: PreTrainedModel, hidden: TokenStates) -> list[Change]:
-    """Return the change that writes the hidden states of the model's last layer to `hidden`."""
+    """Return the change for writing the hidden states of the model's last layer to `hidden`."""
     decoder = model.get_decoder()
     forward = decoder.forward
 

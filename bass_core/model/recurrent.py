@@ -11,11 +11,11 @@ that computes the recurrence. `SCANS` lists these functions of transformers; add
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +124,11 @@ def _package(layer: nn.Module, scan: Scan) -> str:
     return function.__module__.split(".")[0]
 
 
+@functools.cache
+def _argument_names(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
 def _scan_of(layer: nn.Module) -> Scan | None:
     return next((scan for scan in SCANS if scan.name in called_names(layer)), None)
 
@@ -141,7 +146,7 @@ def with_row_states(layer: nn.Module) -> Callable:
         cache, current = bound.arguments[name], bound.arguments[name].current
         stand_in, function = StandIn(cache, layer), own
         if scan is not None:  # a copy of the function, because other threads use the module's globals
-            table = {**own.__globals__, scan.name: partial(stand_in.scan, scan, own.__globals__)}
+            table = {**own.__globals__, scan.name: functools.partial(stand_in.scan, scan, own.__globals__)}
             function = types.FunctionType(own.__code__, table, own.__name__, own.__defaults__, own.__closure__)
             function.__kwdefaults__ = own.__kwdefaults__
         first = list(signature.parameters)[1]
@@ -193,7 +198,7 @@ class StandIn:
 
     def scan(self, scan: Scan, own: dict, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Return the outputs of a scan over the pass's tokens, and an empty tensor in place of the last state."""
-        names = list(inspect.signature(own[scan.name]).parameters)
+        names = _argument_names(own[scan.name])
         rest = dict(zip(names, args, strict=False)) | kwargs
         tokens = {name: rest.pop(name).movedim(scan.time, 1) for name in scan.tokens}  # [B, Q, ...]
         rest.pop(scan.initial, None)
@@ -313,12 +318,12 @@ class RowStates:
     """The recurrent states of a cache by name and layer, as its `RowStore`."""
 
     def __init__(self, cache: RaggedCache):
-        self.cache, self.found = cache, {}
+        self.cache, self.found = cache, defaultdict(lambda: RowState(cache.max_rows))
         cache.by_row = self
 
     def of(self, name: str, layer: int) -> RowState:
         """Return the state of this name, created on first use."""
-        return self.found.setdefault((name, layer), RowState(self.cache.max_rows))
+        return self.found[name, layer]
 
     @property
     def row_bytes(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from double import Double
-from sessions import run_to_the_end
+from sessions import run_to_the_end, session_over
 from stale import texts_over_poison
 from tabular_state import tabular_state
 from tiny import BYTES, byte_tokenizer, feature_head, greedy_alone, ragged_prompts
@@ -35,9 +35,9 @@ CHANGES = {"lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attent
 FAMILIES = {  # kind of model: the function or the case that it stands for
     "qwen3_next": "gated delta rule, packed",
     "kimi_linear": "Kimi delta attention",
-    "nemotron_h": "Mamba-2, whose scan clamps its time steps and whose step does not",
+    "nemotron_h": "Mamba-2; only the scan clamps its time steps",
     "falcon_h1": "attention and a state in one layer",
-    "jamba": "Mamba-1, whose scan has no initial state",
+    "jamba": "Mamba-1; the scan has no initial state",
     "zamba": "a scan per head",
     "mamba2": "no attention",
     "lfm2": "convolutions alone",
@@ -235,8 +235,8 @@ def test_logits_equal_the_models_own_steps_in_double_precision(kind):
 @pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2"])
 @pytest.mark.parametrize(("chunk", "policy"), [(None, 3), (4, 3), (None, Paused)], ids=["short", "chunks", "paused"])
 def test_interrupt_in_any_pass_changes_no_text(kind, chunk, policy, monkeypatch):
-    """Ctrl-C before the last layer, in each pass of target and draft in turn. The first row is then cancelled, so that
-    another row moves before the step is repeated. The draft is the target, so that all drafts must be accepted."""
+    """Ctrl-C before the last layer, in each pass of target and draft in turn. The first row is then cancelled, and
+    another row moves before the step is repeated. The draft is the target: all drafts must be accepted."""
     target, draft = model(kind), copy.deepcopy(model(kind))
     pair = bass.ModelPair(target, draft)
     for interrupted, call in itertools.product((target, draft), range(1, 16)):
@@ -263,10 +263,6 @@ def test_interrupt_in_any_pass_changes_no_text(kind, chunk, policy, monkeypatch)
         assert sum(each.accepted for each in handles) == sum(each.drafted for each in handles) > 0
 
 
-def _session(pair: bass.ModelPair, **options) -> bass.Session:
-    return bass.Session(pair, **({"draft_length": 3, "max_batch_size": 2, "eos_token_id": ()} | options))
-
-
 def test_rejected_drafts_alone_change_no_text():
     class Wrong(bass.NgramDrafter):
         def draft(self, context, lengths, policy):
@@ -284,7 +280,7 @@ def test_rejected_drafts_alone_change_no_text():
 def test_memory_per_row_is_that_of_the_formula_and_stays_flat(kind):
     """State, convolution inputs, and the inputs of K + 1 tokens of the last pass."""
     k, rows = 3, 4
-    with _session(pair_of(kind), max_batch_size=rows, draft_length=k) as session:
+    with session_over(pair_of(kind), max_batch_size=rows, draft_length=k) as session:
         sizes = set()
         for _ in range(50):
             for prompt in PROMPTS[:4]:
@@ -308,7 +304,7 @@ def test_memory_per_row_is_that_of_the_formula_and_stays_flat(kind):
 
 
 def test_full_memory_counts_the_states():
-    with _session(pair_of("mamba"), max_batch_size=4) as session:
+    with session_over(pair_of("mamba"), max_batch_size=4) as session:
         session.submit(PROMPTS[0], max_new_tokens=6)
         run_to_the_end(session)
         per_row = session.target.states.row_bytes

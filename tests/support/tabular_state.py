@@ -9,8 +9,10 @@ import math
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from bass_core.model.transformers_internals import CACHE
 from bass_lab.checks.tabular import ENTRIES, TabularConfig, TabularModel
 
 BEFORE = 7  # weight of the previous token in the convolution
@@ -78,17 +80,10 @@ class TabularStateModel(TabularModel):
     def forward(self, input_ids, cache=None, attention_mask=None, use_cache=True, past_key_values=None):
         cache = past_key_values if cache is None else cache  # transformers before 5.24
         if cache is None and use_cache:
-            cache = self._own_cache()
+            cache = DynamicCache(config=self.config)
         states = self.recurrence((input_ids + 1).double()[..., None], self.config.vocab_size + 1, cache)
         logits = self.table[states[..., 0].round().long() % ENTRIES]
-        return CausalLMOutputWithPast(logits=logits, **{self.cache_name: cache})
-
-    cache_name = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
-
-    def _own_cache(self):
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.config)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
 @functools.cache
