@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from bass_core.model import kernel_ops
 from bass_core.model.encoder_decoder import Encoded, Source
 from bass_core.model.forward_pass import Phase
 from bass_core.model.runner import Runner
-from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
+from bass_core.policies.protocol import DraftLengthPolicy, Signals, cut_lengths
 
 CATCH_UP = 16  # up to so many missed tokens are fed exactly; larger numbers are rounded up to a multiple
 RECORDED = 256  # up to so many missed tokens use captured passes, rounded up to a power of two (few shapes)
@@ -101,11 +101,20 @@ class ModelDrafter(Drafter):
         if self.runner.states is not None:
             return self._draft_with_states(context, lengths, policy, rows)
 
+        most = int(lengths.max())
+        later = self.runner.columns(context.lengths, context.lengths_host, most - 1)
+
         def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
-            return self._catch_up(context, rows) if token is None else self._feed(token, context, slot, lengths)
+            if token is None:
+                return self._catch_up(context, rows)
+            if self.captured is not None:
+                return self._feed(token, context, slot)
+            current = next(later)
+            current.features = self._own()
+            return self._comparable(self.runner.run(self._known(token)[:, None], current)[:, -1])
 
         with self.prepared():
-            return self._draw(context, lengths, int(lengths.max()), feed, policy)
+            return self._draw(context, lengths, most, feed, policy)
 
     def _draft_with_states(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy, rows: int) -> Draft:
         """`draft` with a recurrent model. Only the first `rows` rows are fed, since states may not miss tokens."""
@@ -118,7 +127,7 @@ class ModelDrafter(Drafter):
             if token is None:
                 logits = self._read_missed(first, begins)
             else:
-                logits = self._feed(token[:rows], first, slot, lengths[:rows], begins)
+                logits = self._feed(token[:rows], first, slot, begins)
             return F.pad(logits, (0, 0, 0, resting))
 
         with self.prepared():
@@ -160,12 +169,12 @@ class ModelDrafter(Drafter):
         feed(token, slot, lengths): logits [B, V] for x_{slot + 1}. token: x_slot, or None at first.
         """
         asks = policy is not None and policy.keep_drafting is not None
-        chooses = policy is not None and policy.choose is not None
-        drawn: list[_Drawn] = []
+        drawn: list[Tensor] = []  # per slot: tokens [B], and distributions [B, V]
+        distributions: list[Tensor | None] = []
         peaks: list[Tensor] = []  # per slot [B]: the largest logit, NaN or infinite if any logit is
         looked_at = np.zeros_like(lengths) if asks else lengths  # per row: number of slots with logits
         while (slot := len(drawn)) < most:
-            logits = feed(drawn[-1].token if drawn else None, slot, lengths)
+            logits = feed(drawn[-1] if drawn else None, slot, lengths)
             if asks:
                 looked_at += lengths > slot  # counted before the policy, which could mistake NaN for uncertainty
                 lengths = self._stop_rows(policy, logits, slot, lengths)
@@ -174,18 +183,17 @@ class ModelDrafter(Drafter):
                     break
             token, q, peak = self._next_token(logits, context, slot)
             peaks.append(peak)
-            drawn.append(_Drawn(token, q, _told(logits, token) if chooses else None))
+            drawn.append(token)
+            distributions.append(q)
             context = context.after(token)
         device = context.tokens.device
         looked_at = torch.as_tensor(looked_at, device=device)
         finite = self.runner.layers.fused(_finite)(torch.stack(peaks, 1), looked_at)
         if not drawn:
             return Draft.none(context)._replace(finite=finite)
-        tokens = torch.stack([each.token for each in drawn], 1)  # [B, K]
-        q = torch.stack([each.q for each in drawn], 1) if self._keeps_q(context) else None  # [B, K, V]
+        q = torch.stack(distributions, 1) if self._keeps_q(context) else None  # [B, K, V]
         host = lengths if isinstance(lengths, np.ndarray) else None
-        draft = Draft(tokens, torch.as_tensor(lengths, device=device), host, q, finite)
-        return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
+        return Draft(torch.stack(drawn, 1), torch.as_tensor(lengths, device=device), host, q, finite)
 
     def first_pass(self, most: int) -> int:
         """Return the number of committed tokens in the first pass of a draft: the last draft token, which the model has
@@ -270,25 +278,16 @@ class ModelDrafter(Drafter):
         """Return the largest number of tokens that the draft model has not read in these rows."""
         return int((context.lengths_host[rows] - self.cached[rows]).max())
 
-    def _feed(
-        self, token: Tensor, context: Context, slot: int, lengths: np.ndarray, begins: np.ndarray | None = None
-    ) -> Tensor:
-        """Return logits [B, V] after x_slot, for the rows that draft x_{slot + 1}. begins: for recurrent states, the
-        positions before which no token can be rejected."""
-        # Stopped rows continue if the capacity allows, which takes the fewest operators. Otherwise they repeat their
-        # last committed position and write to the scratch slot. Their draws are ignored.
-        goes_on = int(context.lengths_host.max()) + slot <= self.runner.capacity
-        active = (lengths > slot) | goes_on
-        offset = active * (slot - 1)
-        starts = context.lengths + (slot - 1 if active.all() else torch.as_tensor(offset, device=token.device))
-        fed = self._known(token)[:, None], starts, active.astype(np.int64)
-        if self.captured is not None:
-            return self._comparable(self.captured(*fed, context.lengths_host + offset))
-        own, starts_host = self._own(), context.lengths_host + offset
-        options = {} if own is None else {"features": own, "last_only": True}
-        if begins is not None:
-            options["committed_until"] = begins
-        return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
+    def _feed(self, token: Tensor, context: Context, slot: int, begins: np.ndarray | None = None) -> Tensor:
+        """Return logits [B, V] after x_slot, by a captured pass or with recurrent states. begins: for states, the
+        positions before which no token can be rejected. Rows that have stopped continue up to the capacity."""
+        starts_host = np.minimum(context.lengths_host + (slot - 1), self.runner.capacity)
+        starts = (context.lengths + (slot - 1)).clamp(max=self.runner.capacity)
+        fed = self._known(token)[:, None], starts, (starts_host < self.runner.capacity).astype(np.int64)
+        if begins is None:
+            return self._comparable(self.captured(*fed, starts_host))
+        logits = self.runner.feed(*fed, starts_host=starts_host, committed_until=begins)
+        return self._comparable(logits[:, -1])
 
     def _next_token(self, logits: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the next draft token [B], its distribution over the target's ids [B, V], and the largest logit [B],
@@ -369,29 +368,3 @@ def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:
     """Return True for rows with finite logits, bool [B]. peaks [B, K]: largest logits; looked_at [B]: slots to use."""
     slots = torch.arange(peaks.shape[1], device=peaks.device)
     return (peaks.isfinite() | (slots >= looked_at[:, None])).all(1)
-
-
-class _Drawn(NamedTuple):
-    """One slot of a draft: tokens [B], their distributions [B, V], and the probabilities for `HiddenDraft` [2, B]."""
-
-    token: Tensor
-    q: Tensor | None
-    told: Tensor | None
-
-
-def _told(logits: Tensor, token: Tensor) -> Tensor:
-    """Return the largest probability and the token's probability at temperature 1: [2, B]."""
-    own = logits.double().softmax(-1)
-    return torch.stack([own.amax(-1), own.gather(1, token[:, None])[:, 0]])
-
-
-def _chosen(policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
-    """Return the part of a draft that the policy submits, given the probabilities of `HiddenDraft` [2, B, K]."""
-    maxima, chances = told.nan_to_num(0.0).cpu().numpy()
-    hidden = HiddenDraft(draft.lengths_host, maxima, chances)
-    policy.choose(hidden)
-    submitted = hidden.submitted.copy()
-    most = int(submitted.max())
-    lengths = torch.as_tensor(submitted, device=draft.tokens.device)
-    q = None if draft.probs is None else draft.probs[:, :most]
-    return Draft(draft.tokens[:, :most], lengths, submitted, q, draft.finite)

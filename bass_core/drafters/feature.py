@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrained
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Context, Setting
 from bass_core.model.cache import RaggedCache
+from bass_core.model.forward_pass import Pass
 from bass_core.model.transformers_internals import CACHE
 
 
@@ -86,10 +87,16 @@ class FeatureHead(LlamaPreTrainedModel):
         if not isinstance(cache, RaggedCache):
             return self.model(inputs_embeds=read, **options).last_hidden_state
         # The layers run without `LlamaModel`, whose own work takes a tenth of the time of a draft on a CPU.
-        options["position_embeddings"] = self.model.rotary_emb(read, options["position_ids"])
+        rotary = cache.current.once_for_columns(_rotary, self.model.rotary_emb, read.dtype)
+        options["position_embeddings"] = [cache.current.pack(each) for each in rotary]
         for layer in self.model.layers:
             read = layer(read, **options)
         return self.model.norm(read)
+
+
+def _rotary(current: Pass, rotary_emb: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    like = torch.empty(0, dtype=dtype, device=current.positions.device)
+    return rotary_emb(like, current.positions)  # [B, Q, D] each
 
 
 class FeatureDrafter(ModelDrafter):

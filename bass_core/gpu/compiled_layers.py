@@ -8,20 +8,22 @@ cache, since code that indexes the cache by layer number would be compiled for e
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
-from bass_core.gpu import fused_projections
 from bass_core.gpu.graphs import unwatched
 from bass_core.model.architectures import layers_of
 from bass_core.model.cache import RaggedCache, RaggedLayer
-from bass_core.model.patching import changed
+from bass_core.model.fused_projections import Group, arrange, whole
+from bass_core.model.patching import Change, changed
 from bass_core.model.runner import Layers
 
 BACKEND = "inductor"
@@ -35,8 +37,8 @@ class LaunchedLayers(Layers):
     compiled layers would otherwise move weights to which captured graphs point."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
-        self.model, self.cache, self.changes = model, cache, []
-        self.siblings = fused_projections.arrange(model)
+        self.model, self.cache, self.faster = model, cache, None
+        self.siblings = arrange(model)
 
 
 class CompiledLayers(LaunchedLayers):
@@ -44,12 +46,32 @@ class CompiledLayers(LaunchedLayers):
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        products = [change for group in self.siblings for change in fused_projections.together(group)]
+        products = [change for group in self.siblings for change in together(group)]
         with changed(products), using(self.model, self.cache):
             yield
 
     def fused(self, function: Callable) -> Callable:
         return region(function)
+
+
+def together(group: Group) -> list[Change]:
+    """Return changes for `patching.changed` to compute the group as a single product. Returns no changes if the weights
+    are not adjacent any more or a module's forward is replaced."""
+    weight = whole([part.weight for part in group])
+    bias = None if group[0].bias is None else whole([part.bias for part in group])
+    if weight is None or (bias is None) != (group[0].bias is None) or any("forward" in vars(part) for part in group):
+        return []
+    changes, first = [], 0
+    for part in group:
+        own = {"_whole": (weight, bias), "_first": first, "forward": types.MethodType(_part, part)}
+        changes += [(vars(part), name, value) for name, value in own.items()]
+        first += part.out_features
+    return changes
+
+
+def _part(self: nn.Linear, x: Tensor) -> Tensor:
+    """Forward of one module: its columns of the joint product. A compiler merges the equal products of the siblings."""
+    return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
 
 
 class LayerView:

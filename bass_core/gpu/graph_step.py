@@ -60,7 +60,7 @@ class GraphStep:
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """As `EagerStep.draft`."""
         rows, batch, most = len(lengths), self.padded(len(lengths)), int(lengths.max())
-        whole = self.drafter.has_fixed and not policy.asks_while_drafting and self._is_uniform(context)
+        whole = self.drafter.has_fixed and policy.keep_drafting is None and self._is_uniform(context)
         if whole:
             most = self._width(batch, most, int(planned.max()))
         if self.drafts.reserve(most):

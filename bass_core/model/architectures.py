@@ -22,7 +22,7 @@ from bass_core.model.recurrent import keeps_state, with_row_states
 
 
 def switch(
-    model: PreTrainedModel, path: str, hidden: TokenStates | None = None, faster: Sequence[Change] = ()
+    model: PreTrainedModel, path: str, hidden: TokenStates | None = None, faster: Callable[[], Sequence[Change]] = tuple
 ) -> Switch:
     """Return a switch of `model` to an attention path, including the changes for a ragged cache.
 

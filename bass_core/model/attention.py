@@ -149,8 +149,13 @@ def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> 
     alike = current.kv_lengths is not None and min(current.kv_lengths) == current.max_kv_length
     if alike and current.positions.shape[1] == 1 and (window is None or current.max_kv_length <= window):
         return None  # a single query per row and equal KV lengths, as in regular decoding of a single row
-    bias = torch.where(current.visible(window), 0.0, -torch.inf).to(dtype)[:, None]
+    (bias,) = current.once_for_columns(_hidden, window, dtype)
+    bias = bias[:, None, :, : current.max_kv_length]
     return bias.expand(-1, -1, group, -1) if bias.shape[2] == 1 else bias.repeat(1, 1, group, 1)
+
+
+def _hidden(current: Pass, window: int | None, dtype: torch.dtype) -> tuple[Tensor]:
+    return (torch.where(current.visible(window), 0.0, -torch.inf).to(dtype),)  # [B, Q, max_kv_length]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, group: int, options: dict) -> Tensor:

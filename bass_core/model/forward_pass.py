@@ -50,6 +50,7 @@ class Pass:
     phase: the phase of this pass, or None.
     features: [B, Q, H], hidden states that a drafter's model reads with each token.
     prompt: the length of the prompt if this pass reads a chunk of a prompt, else None.
+    whole: the pass over several tokens per row of which this pass is column `at`, or None.
     foreign_mask: function of this pass and a dtype, set before attention to a source. Returns the additive mask over
     the source's keys, or None if nothing is hidden.
     """
@@ -69,6 +70,8 @@ class Pass:
     prompt: int | None = None
     starts_host: list[int] | None = None
     committed_until: list[int] | None = None
+    whole: Pass | None = None
+    at: int = 0
     foreign_mask: Callable[[Pass, torch.dtype], Tensor | None] | None = None
     first_batch_slot: int = field(init=False)
     kernels: bool = field(init=False)  # True if the Triton kernels run on the rows' device
@@ -88,6 +91,32 @@ class Pass:
         if kind not in self.shared:
             self.shared[kind] = make(self, *arguments)
         return self.shared[kind]
+
+    def columns(self) -> Iterator[Pass]:
+        """Return the passes over one token per row that together have the tokens of this pass. The host knows starts
+        and ends. The columns share work by `once_for_columns`."""
+        for at in range(self.positions.shape[1]):
+            column, begins = slice(at, at + 1), [start + at for start in self.starts_host]
+            kv_lengths = [min(begin + 1, end) for begin, end in zip(begins, self.kv_lengths, strict=True)]
+            starts = self.starts + at
+            found = Pass(
+                self.positions[:, column],
+                self.kv_slots[:, column],
+                starts,
+                torch.minimum(starts + 1, self.ends),
+                self.batch_slots,
+                max(kv_lengths),
+                self.row_kv_slots,
+                kv_lengths,
+            )
+            found.starts_host, found.whole, found.at = begins, self, at
+            yield found
+
+    def once_for_columns(self, make: Callable, *arguments) -> tuple[Tensor, ...]:
+        """Return the tensors [B, Q, …] of `once`. The columns of a pass slice the tensors of the whole pass."""
+        if self.whole is None:
+            return self.once(make, *arguments)
+        return tuple(each[:, self.at : self.at + 1] for each in self.whole.once(make, *arguments))
 
     def pack(self, rows: Tensor) -> Tensor:
         """Convert [B, Q, ...] to [1, T, ...], the tokens that the model sees. Without packing, return the input."""

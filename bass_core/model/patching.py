@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -67,10 +67,10 @@ class Switch:
         path: str,
         replaced: Sequence[Change],
         kept: Sequence[Change] = (),
-        faster: Sequence[Change] = (),
+        faster: Callable[[], Sequence[Change]] = tuple,
     ):
         """replaced: changes for a ragged cache (`architectures.replacements`). kept: changes for writing hidden states
-        into this runner's cache. faster: modules with fewer operators, applied only if `forward` is not replaced."""
+        into this runner's cache. faster: returns changes for fewer operators."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._configs = [vars(each) for each in configurations(model)]
         self._replaced, self._kept, self._faster = replaced, kept, faster
@@ -112,8 +112,7 @@ class Switch:
         ]
         found = [(config, *entry) for config, kept in zip(paths, own, strict=True) for entry in kept.items()]
         changes = [(vars(self.model), "_bass_path", (thread, self.path, found))]
-        changes += [*self._replaced, *self._kept]
-        changes += [change for change in self._faster if "forward" not in change[0]]
+        changes += [*self._replaced, *self._kept, *self._faster()]
         changes += [(config, internals.ATTENTION, registered_name(self.path)) for config in paths]
         changes += [(config, OWN, (thread, kept)) for config, kept in zip(paths, own, strict=True)]
         # With this id, GPT-2 checks every pass for padding, and the host waits for the check.

@@ -6,7 +6,7 @@ or a draft model that catches up). Only this module computes positions, KV slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -55,7 +55,12 @@ class Layers:
     """Runs a model's layers operator by operator. `gpu.compiled_layers` has another strategy."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
-        self.changes: list[Change] = cpu_layers.changes(model) if model.device.type == "cpu" else []  # while switched
+        joint = not cache.contiguous
+        self.faster = cpu_layers.FasterLayers(model, joint) if model.device.type == "cpu" else None
+
+    def changes(self) -> list[Change]:
+        """Return the changes for the time in which the model is switched."""
+        return [] if self.faster is None else self.faster.changes()
 
     def fixed(self) -> AbstractContextManager[None]:
         """Return the context of a pass with fixed shapes."""
@@ -180,7 +185,15 @@ class Runner:
         where, seen = (positions, kv_slots, starts, ends), (batch_slots, max_kv_length, self.cache.kv_slots)
         until = begins if committed_until is None else [int(position) for position in committed_until]
         options = (last_only, phase, features, prompt, begins, until)
-        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, *options))
+        return self.run(ids, Pass(*where, *seen, kv_lengths, flat, *options))
+
+    def columns(self, starts: Tensor, starts_host: Sequence[int], count: int) -> Iterator[Pass]:
+        """Return `count` passes over one token per row, for `run`. Tokens beyond the capacity are padding."""
+        kv_lengths = [min(int(start) + count, self.capacity) for start in starts_host]
+        ends = (starts + count).clamp(max=self.capacity)
+        positions, kv_slots = _within(_following(starts, count), ends, self.cache.scratch_kv_slot)
+        where, seen = (positions, kv_slots, starts, ends), (range(len(starts)), max(kv_lengths), self.cache.kv_slots)
+        return Pass(*where, *seen, kv_lengths, starts_host=[int(start) for start in starts_host]).columns()
 
     def feed_last(
         self,
@@ -240,7 +253,8 @@ class Runner:
         flat += [len(query_lengths) * width] * (-len(flat) % self.bucket)
         return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
 
-    def _forward(self, ids: Tensor, current: Pass) -> Tensor:
+    def run(self, ids: Tensor, current: Pass) -> Tensor:
+        """Return the logits of a pass: [B, Q, V], as `feed`. ids: int64 [B, Q]."""
         fixed = current.kv_lengths is None
         with self.cache.explaining(), self.prepared(), self.layers.fixed() if fixed else nullcontext():
             for kind in self._shared if fixed else ():

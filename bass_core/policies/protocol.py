@@ -41,38 +41,6 @@ class Signals:
     drafting: Tensor  # bool [B], rows that have not stopped
 
 
-class HiddenDraft:
-    """The drafts of a step. A policy learns the probability of a token only by submitting the token.
-
-    lengths: int64 [B], drafted tokens of each row. submitted: int64 [B], submitted tokens so far. Both are read-only.
-    """
-
-    def __init__(self, lengths: np.ndarray, maxima: np.ndarray, chances: np.ndarray):
-        """maxima, chances: [B, K], the draft model's largest probability in each slot and the probability of the token
-        itself, unprocessed, at temperature 1."""
-        self._lengths, self._submitted = lengths.copy(), np.zeros_like(lengths)
-        self.lengths, self.submitted = self._lengths.view(), self._submitted.view()
-        self.lengths.flags.writeable = self.submitted.flags.writeable = False
-        self._maxima, self._chances = maxima, chances
-        self.chances = np.full(chances.shape, np.nan)  # [B, K], for submitted tokens; NaN elsewhere
-
-    def maximum(self, row: int) -> float:
-        """Return the largest probability of the row's next draw. Raises IndexError if no draft is left."""
-        return float(self._maxima[row, self._next(row)])
-
-    def submit(self, row: int) -> float:
-        """Submit the row's next draft token and return its probability. Raises IndexError if no draft is left."""
-        slot = self._next(row)
-        self._submitted[row] += 1
-        self.chances[row, slot] = self._chances[row, slot]
-        return float(self.chances[row, slot])
-
-    def _next(self, row: int) -> int:
-        if self._submitted[row] >= self._lengths[row]:
-            raise IndexError(f"row {row} has submitted all of its {self._lengths[row]} drafts")
-        return int(self._submitted[row])
-
-
 class DraftLengthPolicy(ABC):
     """Decides the draft length k of every step; 0 is regular decoding. Subclasses implement `plan`.
 
@@ -84,17 +52,8 @@ class DraftLengthPolicy(ABC):
     # stays stopped. With None, the engine skips the draft's entropies and a copy to the host per draft pass.
     keep_drafting: Callable[[Signals], Tensor] | None = None
 
-    # choose(hidden) is called after all rows have drafted with a model. It submits drafts individually, in each row's
-    # order; the rest is dropped unseen. With None, all drafts are submitted.
-    choose: Callable[[HiddenDraft], None] | None = None
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-    @property
-    def asks_while_drafting(self) -> bool:
-        """True if drafting waits for this policy's answers."""
-        return self.keep_drafting is not None or self.choose is not None
 
     def start(self, rows: RowsView) -> None:
         """Called after rows were admitted: a decode begins (all steps are 0), or rows join a running one."""

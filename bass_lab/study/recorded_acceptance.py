@@ -46,10 +46,9 @@ class AcceptanceTrace:
     """N texts of the target with T generated tokens each, and the probabilities of both models at each token.
 
     p, q: float32 [N, T], processed probabilities of the text's token under target and draft (at temperature 0: p = 1, q
-    = 0 or 1). entropy (nats), maximum, chance: float32 [N, T], of the draft's distribution at temperature 1, as in
-    `Signals` and `HiddenDraft`. chance: of the text's token; 0 for ids that only the target has. rejected_chance:
-    float16 [N, T], of a draft token rejected at this position, drawn once. rollout_*: float16 [N, T, R], of the next R
-    draft tokens. NaN: no such draft token is possible. prompt_lengths, lengths: int64 [N]. A text ends at lengths, EOS
+    = 0 or 1). entropy (nats), maximum: float32 [N, T], of the draft's distribution at temperature 1, as in `Signals`.
+    rollout_*: float16 [N, T, R], of the next R draft tokens after a draft token that was rejected at this position,
+    drawn once. NaN: no such draft token is possible. prompt_lengths, lengths: int64 [N]. A text ends at lengths, EOS
     included. The arrays continue past the end for draft tokens there. meta: settings of the recording.
     """
 
@@ -57,11 +56,8 @@ class AcceptanceTrace:
     q: np.ndarray
     entropy: np.ndarray
     maximum: np.ndarray
-    chance: np.ndarray
-    rejected_chance: np.ndarray
     rollout_entropy: np.ndarray
     rollout_maximum: np.ndarray
-    rollout_chance: np.ndarray
     prompt_lengths: np.ndarray
     lengths: np.ndarray
     meta: dict = field(default_factory=dict)
@@ -69,8 +65,8 @@ class AcceptanceTrace:
     def __post_init__(self):
         n, t = self.p.shape
         rollouts = (n, t, self.rollout_entropy.shape[-1])
-        wanted = dict.fromkeys(("q", "entropy", "maximum", "chance", "rejected_chance"), (n, t))
-        wanted |= dict.fromkeys(("rollout_entropy", "rollout_maximum", "rollout_chance"), rollouts)
+        wanted = dict.fromkeys(("q", "entropy", "maximum"), (n, t))
+        wanted |= dict.fromkeys(("rollout_entropy", "rollout_maximum"), rollouts)
         wanted |= {"prompt_lengths": (n,), "lengths": (n,)}
         for name, shape in wanted.items():
             if getattr(self, name).shape != shape:
@@ -106,7 +102,7 @@ class AcceptanceTrace:
         """Read a file of `save`. Raises ValueError for other files and for missing arrays."""
         try:
             with np.load(path, allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
+                arrays = {each.name: stored[each.name] for each in fields(cls) if each.name in stored.files}
         except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
             raise ValueError(f"{path} holds no trace; `bass record` makes one") from error
         if missing := [each.name for each in fields(cls) if each.name not in arrays]:
@@ -129,8 +125,8 @@ class AcceptanceTrace:
 
         regimes (spread, duration): the probability switches between alpha - spread and alpha + spread, in spells of
         geometric length with mean `duration`. The draft model is calibrated: its largest probability m is the
-        acceptance probability, and its entropy is that of the coin. Accepted draft tokens have probability m; rejected
-        ones have the smaller of m and 1 - m. Raises ValueError for invalid probabilities and spells below one token.
+        acceptance probability, and its entropy is that of the coin. Raises ValueError for invalid probabilities and
+        spells below one token.
         """
         spread, duration = regimes or (0.0, 1.0)
         if not (abs(spread) <= alpha <= 1 - abs(spread) and duration >= 1):
@@ -143,18 +139,13 @@ class AcceptanceTrace:
         inner = np.where(certain, 0.5, chance)
         entropy = np.where(certain, 0.0, -inner * np.log(inner) - (1 - inner) * np.log(1 - inner))
         after = np.arange(length)[:, None] + np.arange(1, rollout + 1)  # [T, R]
-        other = np.minimum(chance, 1 - chance)
-        favourite = generator.random((sequences, length, rollout)) < chance[:, after]
         return cls(
             p=np.ones((sequences, length), np.float32),
             q=chance[:, :length].astype(np.float32),
             entropy=entropy[:, :length].astype(np.float32),
             maximum=chance[:, :length].astype(np.float32),
-            chance=chance[:, :length].astype(np.float32),
-            rejected_chance=other[:, :length].astype(np.float16),
             rollout_entropy=entropy[:, after].astype(np.float16),
             rollout_maximum=chance[:, after].astype(np.float16),
-            rollout_chance=np.where(favourite, chance[:, after], other[:, after]).astype(np.float16),
             prompt_lengths=np.full(sequences, prompt_length),
             lengths=np.full(sequences, length),
             meta={"synthetic": True, "alpha": alpha, "regimes": regimes and list(regimes), "seed": seed},

@@ -18,7 +18,7 @@ from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.trace import StepEvent
 from bass_core.model import probe
-from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, Signals
 from bass_core.prompts import prompt_list, token_ids
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -132,32 +132,26 @@ def _recorded(
     q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
     own = logits.double().softmax(-1)  # at temperature 1
     entropy, maximum = torch.special.entr(own).sum(-1), own.amax(-1)  # [T] each
-    own = F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T, V]
     logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     p = _law(logits, params, written[:, 0])
     p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
-    chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
-    after = np.full((3, len(text), rollout), np.nan, np.float16)
+    after = np.full((2, len(text), rollout), np.nan, np.float16)
     # The first token comes from the prefill. The last token is never drafted: a step ends with the target's token.
     rejected = (q_text < p_text).nonzero()[:, 0]
-    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 2)]
+    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 3)]
     if len(rejected):
         excess = (q[rejected] - p[rejected]).clamp(min=0)
         excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, q[rejected])  # p = q up to rounding
         keys = Key(torch.full_like(rejected, stream), rejected, Purpose.TARGET)
         drawn = randomness.draw(excess, keys)[:, None]
-        rejected_chance[rejected.cpu().numpy()] = own[rejected].gather(-1, drawn)[:, 0].cpu().numpy()
-        followed = rejected <= len(text) - 3
-        rejected, drawn = rejected[followed], drawn[followed]
-    if len(rejected):
         at = len(prompt) + rejected
         tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
         lengths = (len(text) - 2 - rejected).clamp(max=rollout)
         found = _rollouts(drafter, params, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
         after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
-    line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
-    line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
-    return line | dict(zip(("rollout_entropy", "rollout_maximum", "rollout_chance"), after, strict=True))
+    line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum}
+    line = {name: each.float().cpu().numpy() for name, each in line.items()}
+    return line | dict(zip(("rollout_entropy", "rollout_maximum"), after, strict=True))
 
 
 def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
@@ -168,11 +162,10 @@ def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
 
 
 class _Listener(DraftLengthPolicy):
-    """Record the signals before each draft token, never stop, and submit every draft token to see its probability."""
+    """Record the signals before each draft token, and never stop."""
 
     def __init__(self):
         self.heard: list[Tensor] = []
-        self.chances: np.ndarray | None = None
 
     def plan(self, rows: RowsView) -> int:
         raise NotImplementedError("this policy records a drafter and cannot plan steps of an engine")
@@ -180,12 +173,6 @@ class _Listener(DraftLengthPolicy):
     def keep_drafting(self, signals: Signals) -> Tensor:
         self.heard.append(torch.stack([signals.entropy, signals.maximum]).cpu())
         return torch.ones_like(signals.drafting)
-
-    def choose(self, hidden: HiddenDraft) -> None:
-        for row, length in enumerate(hidden.lengths):
-            for _ in range(length):
-                hidden.submit(row)
-        self.chances = hidden.chances
 
 
 def _rollouts(
@@ -197,9 +184,9 @@ def _rollouts(
     lengths: np.ndarray,
     stream: int,
 ) -> np.ndarray:
-    """Return entropy and maximum before each draft token after position at[n] of row n, and the token's chance: [3, n,
-    R], NaN beyond lengths. text: ids [S] shared by all rows [n, S] up to `at`. The draft model reads them once."""
-    found = np.full((3, len(at), int(lengths.max())), np.nan)
+    """Return entropy and maximum before each draft token after position at[n] of row n: [2, n, R], NaN beyond lengths.
+    text: ids [S] shared by all rows [n, S] up to `at`. The draft model reads them once."""
+    found = np.full((2, len(at), int(lengths.max())), np.nan)
     drafter.prefill(text[None], [len(text)], range(1))
     cached = drafter.save_row(0, len(text))
     for first in range(0, len(at), ROWS_AT_ONCE):
@@ -213,7 +200,7 @@ def _rollouts(
             range(len(ends)), tokens[rows], tokens[rows].cpu().numpy(), ends, at[rows] + 1, keys, params, seen=None
         )
         drafter.draft(context, lengths[rows], listener)
-        heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
+        heard = torch.stack(listener.heard, -1).numpy()  # [2, rows, slots]
         beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]
         found[:, rows, : heard.shape[-1]] = np.where(beyond, np.nan, heard)
     return found

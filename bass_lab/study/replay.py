@@ -16,7 +16,7 @@ import torch
 from bass_core import checks
 from bass_core.model.runner import packs
 from bass_core.policies.costs import Cost, CostModel
-from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, Signals, cut_lengths, planned_lengths
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 # Share of the left-out tokens' time that a packed pass saves. Measured on two CPU cores, batches of 2 to 8, half of
@@ -98,16 +98,6 @@ class Replay:
         entropy, maximum = (self._along(live, at, slots, *each).T.astype(float, order="C") for each in recorded)
         return torch.from_numpy(entropy), torch.from_numpy(maximum)
 
-    def hidden(self, live: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> HiddenDraft:
-        """Return the draft tokens of a step, all hidden. lengths [B]: draft length of each live row."""
-        trace, slots = self.trace, np.arange(lengths.max())
-        maxima = self._along(live, at, slots, trace.maximum, trace.rollout_maximum)
-        chances = self._along(live, at, slots, trace.chance, trace.rollout_chance)
-        run = self.run[live, at[live]][:, None]
-        rejected = np.minimum(at[live][:, None] + run, trace.p.shape[1] - 1)
-        chances = np.where(slots == run, trace.rejected_chance[self.sequences[live][:, None], rejected], chances)
-        return HiddenDraft(lengths, maxima, chances)
-
     def _along(
         self, live: np.ndarray, at: np.ndarray, slots: np.ndarray, on_text: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
@@ -165,10 +155,6 @@ def step(
     passes = int(drafted.max())
     if passes and policy.keep_drafting is not None:
         drafted, passes = _ask(policy, replay, live, at, drafted)
-    if drafted.any() and policy.choose is not None:
-        hidden = replay.hidden(live, at, drafted)
-        policy.choose(hidden)
-        drafted = hidden.submitted
     accepted = np.minimum(drafted, replay.run[live, at[live]])
     policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
     emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
@@ -206,7 +192,7 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     """Return draft, target and other seconds of each step: [3, steps].
 
     The KV length of a step is the longest (`kv_of_rows` "max") or the mean of the rows. A stopped draft phase includes
-    its last pass, and a hidden draft includes all passes. If the engine packs the target pass (`runner.packs`), a
+    its last pass. If the engine packs the target pass (`runner.packs`), a
     modelled cost is the cost of a rectangular pass over as many tokens. A measured cost saves the share `PACKING` of
     the left-out tokens' time.
     """

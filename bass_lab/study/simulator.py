@@ -7,9 +7,8 @@ position be accepted? A policy then decodes the texts as the engine would. No mo
 policy uses only the past (`recorded_acceptance`). Policies with `keep_drafting` see the draft's distributions over the
 text up to the first rejection, then the distributions of a recorded rollout. A replay uses each rollout at most once.
 The replay is exact as long as no step drafts further past a rejection than the rollout's length. Beyond that length,
-the last signals repeat. Policies with `choose`, such as `RaggedBudget`, see the probabilities of the draft tokens and
-are exact to the same length. Their submitted tokens count as drafted. More replays of one trace reduce the noise of the
-coins, but not of the texts. Block verification is not simulated.
+the last signals repeat. More replays of one trace reduce the noise of the coins, but not of the texts. Block
+verification is not simulated.
 
 **Common random numbers.** A coin depends only on (seed, repeat, copy, sequence, position). A draft token has the same
 outcome under every policy, batch size and limit. Differences between policies are therefore far less noisy than times.

@@ -1,15 +1,15 @@
 import pytest
 import torch
 from cpu_models import PROMPTS, logits, model, texts
-from tiny import greedy_alone
+from tiny import greedy_alone, ragged_prompts
 from torch import nn
 from transformers.models.llama import modeling_llama
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import bass_core as bass
 from bass_core.model import cpu_layers
-from bass_core.model.cpu_layers import changes, product
+from bass_core.model.cpu_layers import FasterLayers, product
 from bass_core.model.patching import changed
+from bass_core.model.runner import Runner
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_products_equal_linear(monkeypatch, large):
 def test_texts_equal_plain_layers(monkeypatch, architecture):
     models = bass.ModelPair(model(architecture), model(noise=0.1))
     found = texts(models), texts(models, temperature=0.7, draft_length=0)
-    monkeypatch.setattr(cpu_layers, "changes", lambda model: [])
+    monkeypatch.setattr(FasterLayers, "changes", lambda layers: [])
     assert found == (texts(models), texts(models, temperature=0.7, draft_length=0))
 
 
@@ -64,7 +64,7 @@ def test_small_models_and_fast_processors_keep_linear(monkeypatch, limit, value)
 def test_changed_weights_count_at_once(name, replaced):
     own = model()
     part, other = own.model.layers[1].get_submodule(name), model(seed=1).model.layers[1].get_submodule(name).weight
-    with changed(changes(own)):
+    with changed(FasterLayers(own, joint=False).changes()):
         before = logits(own)
         if replaced:
             part.weight = nn.Parameter(2 * other)
@@ -75,55 +75,91 @@ def test_changed_weights_count_at_once(name, replaced):
     assert not torch.equal(found, before)
 
 
-class Shifted(T5LayerNorm):
-    def forward(self, hidden_states, gate):
-        return super().forward(hidden_states + 1e-3) * gate
+class Shifted(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states + 1e-3)
 
 
-def test_norms_keep_their_bits():
-    for own in (model("llama"), model("qwen3")):
-        norms = [module for module in own.modules() if "Norm" in type(module).__name__]
-        before = [norm.forward for norm in norms]
-        with changed(changes(own)):
-            for norm, forward in zip(norms, before, strict=True):
-                assert "forward" in vars(norm)
-                x = torch.randn(2, 3, *norm.weight.shape) * 10 ** torch.randn(2, 3, 1)
-                assert torch.equal(norm(x), forward(x)) and torch.equal(norm(x.double()), forward(x.double()))
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"])
+def test_norms_keep_their_bits(architecture):
+    own = model(architecture)
+    norms = [module for module in own.modules() if type(module).__name__ in cpu_layers.RMS_NORMS]
+    own.model.norm = other = Shifted(32)
+    before = [norm.forward for norm in norms]
+    with changed(FasterLayers(own, joint=False).changes()):
+        assert "forward" not in vars(other) and len(norms) > 4
+        for norm, forward in zip(norms[:-1], before, strict=False):
+            assert "forward" in vars(norm)
+            x = torch.randn(2, 3, *norm.weight.shape) * 10 ** torch.randn(2, 3, 1)
+            assert torch.equal(norm(x), forward(x)) and torch.equal(norm(x.double()), forward(x.double()))
 
 
-def test_norms_of_other_arithmetic_are_left_alone():
-    norm, x, gate = Shifted(32), torch.randn(3, 32), torch.randn(3, 32)
-    expected = norm(x, gate)
-    with changed(changes(nn.ModuleList([norm]))):
-        assert torch.equal(norm(x, gate), expected)
+def passes(own, count=3):
+    """Return the logits of three passes: a prompt, several tokens per row, one token per row."""
+    ids = torch.stack(ragged_prompts(count + 6, count + 6))
+    with torch.inference_mode(), Runner(own, "pad", 2, 30) as runner:
+        whole = [layer for layer in runner.layers.faster.layers if layer.is_unchanged()]
+        first = runner.feed(ids[:, :count], torch.zeros(2, dtype=int), [count, count - 1], starts_host=[0, 0])[0]
+        starts = torch.tensor([count, count - 1])
+        rows = torch.stack([ids[0, count : count + 5], ids[1, count - 1 : count + 4]])
+        more = runner.feed(rows, starts, [5, 5], starts_host=starts.tolist())
+        last = torch.stack([ids[0, count + 5], ids[1, count + 4]])[:, None]
+        one = runner.feed(last, starts + 5, [1, 1], starts_host=(starts + 5).tolist())
+        found = [torch.cat([first, more[0], one[0]]), torch.cat([more[1], one[1]])]
+    expected = own(ids).logits
+    return len(whole), found, [expected[0], expected[1, count - 1 : -1]]
 
 
-def rotating(own) -> list[nn.Module]:
-    return [module for module in own.modules() if "Attention" in type(module).__name__ and "forward" in vars(module)]
+CASES = {
+    "grouped heads": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "scaled rotation": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    "window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "float64": ("qwen2", {"dtype": "float64"}),
+    "bfloat16": ("llama", {"dtype": "bfloat16"}),
+}
 
 
-def test_rotations_keep_their_bits(monkeypatch):
-    monkeypatch.setattr(cpu_layers, "FASTER", False)
-    for own, rotated in (
-        (model("llama"), 2),
-        (model("gemma2"), 2),
-        (model("phi3", partial_rotary_factor=0.5), 2),
-        (model("gptj"), 0),
-        (model("llama", dtype="bfloat16"), 2),
-    ):
-        expected = logits(own)
-        with changed(changes(own)):
-            assert torch.equal(logits(own), expected) and len(rotating(own)) == rotated
-        assert not rotating(own) and not any("forward" in vars(module) for module in own.modules())
+@torch.no_grad()
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("case", CASES)
+def test_whole_layers_compute_the_same_logits(case):
+    architecture, changes = CASES[case]
+    own = model(architecture, **changes)
+    whole, found, expected = passes(own)
+    assert whole == len(own.model.layers) and not any("forward" in vars(module) for module in own.modules())
+    for mine, theirs in zip(found, expected, strict=True):
+        tolerance = {"rtol": 0.02, "atol": 0.02} if own.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def test_replaced_rotation_is_called(monkeypatch):
-    own, theirs = model(), getattr(modeling_llama, cpu_layers.ROTATE)
-    before = logits(own)
-    with changed(changes(own)):
-        monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, lambda *args: tuple(2 * x for x in theirs(*args)))
-        found = logits(own)
-    assert torch.equal(found, logits(own)) and not torch.equal(found, before)
+def doubled(own):
+    theirs = modeling_llama.apply_rotary_pos_emb
+    return (
+        modeling_llama,
+        cpu_layers.ROTATE,
+        lambda *arguments, **more: tuple(2 * x for x in theirs(*arguments, **more)),
+    )
+
+
+OWNERS = {
+    "replaced rotation": doubled,
+    "replaced class": lambda own: (modeling_llama.LlamaMLP, "forward", lambda self, x: 2 * self.up_proj(x)[..., :32]),
+    "new hook": lambda own: (own.model.layers[0].mlp.up_proj, "_forward_hooks", {0: lambda part, args, out: 2 * out}),
+    "replaced module": lambda own: (own.model.layers[1].mlp, "act_fn", nn.ReLU()),
+    "moved weight": lambda own: (own.model.layers[1].self_attn.k_proj.weight, "data", torch.randn(16, 32)),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_changes_of_the_owner_count(monkeypatch, owner):
+    own, ids = model(), torch.stack(ragged_prompts(9))
+    feed = [ids, torch.zeros(1, dtype=int), [9]]
+    with torch.inference_mode(), Runner(own, "pad", 1, 20) as before:
+        monkeypatch.setattr(*OWNERS[owner](own))
+        with Runner(own, "pad", 1, 20) as after:
+            for runner in (after, before)[: 1 + owner.endswith(("module", "weight", "hook"))]:
+                torch.testing.assert_close(runner.feed(*feed, starts_host=[0]), own(ids).logits)
 
 
 @pytest.mark.usefixtures("of_any_size")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from recording import PROMPTS, Recorder, assert_same, count_ahead, pair, session, submitted, texts, use_on_cpu
 from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
-from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
+from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns
 
 import bass_core as bass
 from bass_core.execution import execution
@@ -48,7 +48,6 @@ POLICIES = {
     "seldom": (pair, lambda: Alternating(k=3, zeros=9)),
     "taking turns": (pair, lambda: TakingTurns(k=3)),
     "stop when unsure": (pair, lambda: StopWhenUnsure(most=4, at_least=0.3)),
-    "ragged budget": (pair, library_policies(limit=4)["ragged budget"]),
 }
 
 

@@ -7,10 +7,10 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import BYTES, assert_greedy, feature_head, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core.gpu import fused_projections
 from bass_core.loading import model_pair
 from bass_core.loading.model_pair import ASSETS, fingerprint
 from bass_core.loading.quantization import GROUP, KINDS, QuantizedLinear, dequantized, kind_of, parameter_count
+from bass_core.model import fused_projections
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
 from bass_lab.named_pairs import named_pair

@@ -35,7 +35,6 @@ CASES = [  # policy, rule
     ("per row", "block"),
     ("stop when unsure", "token"),
     ("stop when unsure", "block"),
-    ("ragged budget", "token"),
 ]
 OTHERS = [
     pytest.param(*case, marks=pytest.mark.slow)
@@ -55,7 +54,6 @@ def test_distribution_of_a_row(policy, rule):
     ("policy", "rule"),
     [
         ("per row", "block"),
-        pytest.param("ragged budget", "token", marks=pytest.mark.ci),
         pytest.param("svip", "block", marks=pytest.mark.ci),
     ],
 )
@@ -108,7 +106,6 @@ def test_processed_distributions(rule, vocabulary, processing):
         ("stop when unsure", 3),
         ("per row", 3),
         pytest.param("k=2", 4, marks=pytest.mark.ci),
-        pytest.param("ragged budget", 3, marks=pytest.mark.ci),
     ],
 )
 def test_coupled_distribution(policy, new):

@@ -64,12 +64,11 @@ POLICIES = library_policies(limit=8)
     [
         ("good", PerRow, 2),
         ("good", StopWhenUnsure, 8),
-        ("good", POLICIES["ragged budget"], 8),
         ("useless", lambda: 5, 2),
         ("perfect", Alternating, 2),
         ("n-gram", POLICIES["goodput"], 2),
     ],
-    ids=["good-per row-2", "good-unsure-8", "good-ragged budget-8", "useless-k=5-2", "perfect-alternating-2", "n-gram"],
+    ids=["good-per row-2", "good-unsure-8", "useless-k=5-2", "perfect-alternating-2", "n-gram"],
 )
 def test_coupled_text_equals_regular_decoding(draft, policy, places):
     options = {"temperature": 0.9, "max_new_tokens": 16, "verification": "coupled", "seed": 11, "trace": "off"}

@@ -6,13 +6,12 @@ import pytest
 import torch
 from commands import invoke
 from tiny import ragged_prompts, tiny_model
-from trial_policies import Line, PerRow, StopWhenUnsure
+from trial_policies import PerRow, StopWhenUnsure
 
 import bass_core as bass
 from bass_lab.checks.goodness_of_fit import g_test
 from bass_lab.checks.oracle import Oracle
 from bass_lab.checks.tabular import next_token_law, tabular, total_variation
-from bass_lab.policies import RaggedBudget
 from bass_lab.study import recorded_acceptance, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, _runs, decode
@@ -71,9 +70,8 @@ def replay_of(trace, fates):
         pytest.param(PerRow, marks=pytest.mark.ci),
         # With two ids, the rejected token and the draft's next signals are known.
         lambda: StopWhenUnsure(most=2, at_least=0.7),
-        lambda: RaggedBudget(Line(0.02, 0.4), limit=2),
     ],
-    ids=["algorithm 1", "per row", "stop when unsure", "ragged budget"],
+    ids=["algorithm 1", "per row", "stop when unsure"],
 )
 def test_text_and_steps_have_the_engines_joint_distribution(policy):
     pair = bass.ModelPair(tabular(2, seed=5), tabular(2, seed=6))
@@ -98,8 +96,8 @@ def test_recorded_p_and_q_are_the_engines(tiny_pair):
 @pytest.fixture(scope="module")
 def shown(tiny_pair):
     """Decode greedily: only one rollout is possible. Return the trace, the accepted lengths by position, and by
-    position and slot entropy and maximum before a draft, then the draft's maximum and probability."""
-    prompt, signalled, submitted = ragged_prompts(5), {}, {}
+    position and slot entropy and maximum before a draft."""
+    prompt, signalled = ragged_prompts(5), {}
 
     class Listener(bass.DraftLengthPolicy):
         def plan(self, rows):
@@ -110,18 +108,14 @@ def shown(tiny_pair):
             signalled[self.at, signals.slot] = float(signals.entropy[0]), float(signals.maximum[0])
             return torch.ones_like(signals.drafting)
 
-        def choose(self, hidden):
-            for slot in range(hidden.lengths[0]):
-                submitted[self.at, slot] = hidden.maximum(0), hidden.submit(0)
-
     out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=Listener(), eos_token_id=())
     trace = recording.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
     accepted = dict(zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True))
-    return trace, accepted, signalled, submitted
+    return trace, accepted, signalled
 
 
 def test_recorded_signals_are_the_engines(shown):
-    trace, accepted, signalled, _ = shown
+    trace, accepted, signalled = shown
     off_text = 0
     for (at, slot), (entropy, maximum) in signalled.items():
         past = slot - accepted[at] - 1
@@ -135,21 +129,6 @@ def test_recorded_signals_are_the_engines(shown):
     assert 10 < off_text < len(signalled) - 10
 
 
-def test_recorded_chances_are_the_engines(shown):
-    trace, accepted, _, submitted = shown
-    kinds = set()
-    for (at, slot), (maximum, chance) in submitted.items():
-        past = slot - accepted[at] - 1
-        kinds.add(np.sign(past + 1))
-        if past < 0:
-            recorded = trace.chance if past < -1 else trace.rejected_chance
-            assert recorded[0, at + slot] == pytest.approx(chance, rel=2e-3)
-            assert trace.maximum[0, at + slot] == pytest.approx(maximum, rel=1e-4)
-        else:
-            assert trace.rollout_chance[0, at + accepted[at], past] == pytest.approx(chance, rel=2e-3)  # float16
-    assert kinds == {-1, 0, 1}
-
-
 def test_rollouts_exist_at_possible_rejections(sampled):
     t = sampled.p.shape[1]
     places = np.arange(t)
@@ -157,11 +136,8 @@ def test_rollouts_exist_at_possible_rejections(sampled):
     follows = np.minimum(t - 2 - places, sampled.rollout_entropy.shape[-1]).clip(min=0)  # possible further drafts
     recorded = np.isfinite(sampled.rollout_entropy)
     assert (recorded.sum(-1) == np.where(can, follows, 0)).all()
-    for each in (sampled.rollout_maximum, sampled.rollout_chance):
-        assert (recorded == np.isfinite(each)).all()
+    assert (recorded == np.isfinite(sampled.rollout_maximum)).all()
     assert recorded.any() and not recorded.all()
-    can &= places <= t - 2  # the target alone decides the last token
-    assert (np.isfinite(sampled.rejected_chance) == can).all() and can.any()
 
 
 def test_rejected_token_has_the_residual_distribution():
@@ -197,8 +173,7 @@ def test_draft_with_fewer_ids_has_zero_chance_for_the_others():
     texts = bass.generate(pair, ragged_prompts(4, 7), **options).sequences
     unknown = torch.stack(texts).numpy() >= 50
     assert unknown.any()
-    for of_draft in (trace.q, trace.chance):
-        assert (of_draft[unknown] == 0).all() and (of_draft[~unknown] > 0).all()
+    assert (trace.q[unknown] == 0).all() and (trace.q[~unknown] > 0).all()
 
 
 def test_saved_trace_is_loaded(sampled, tmp_path):
@@ -235,10 +210,12 @@ def test_impossible_recordings_are_refused(tiny_pair, sampled, tmp_path):
         "equal lengths": lambda: recording.teacher_forced(tiny_pair, ragged_prompts(4, 5), two, temperature=0.0),
         "rollout": lambda: recording.record(tiny_pair, ragged_prompts(4), rollout=0, **how),
         "one of mini, library; got 'other'": lambda: recorded_acceptance.shipped("other"),
-        "holds no trace: it lacks entropy, maximum, chance": lambda: AcceptanceTrace.load(tmp_path / "old.npz"),
+        "holds no trace: it lacks entropy, maximum, rollout_entropy": lambda: AcceptanceTrace.load(
+            tmp_path / "old.npz"
+        ),
         "lengths": lambda: replace(sampled, lengths=sampled.lengths + 100),
     }
-    for name in ("entropy", "chance", "rejected_chance", "rollout_chance"):
+    for name in ("entropy", "rollout_maximum"):
         cut = {name: getattr(sampled, name)[:, 1:]}
         refused[f"^{name} must have the shape"] = lambda cut=cut: replace(sampled, **cut)
     np.savez(tmp_path / "old.npz", p=sampled.p, q=sampled.q, meta=np.array("{}"))

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from trial_policies import CHEAP, Line
+from trial_policies import CHEAP
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.policies.protocol import HiddenDraft, RowsView, Signals
-from bass_lab.policies import Objective, RaggedBudget
+from bass_core.policies.protocol import RowsView, Signals
+from bass_lab.policies import Objective
 from bass_lab.policies.objective import first_finished, last_finished
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
@@ -18,25 +18,6 @@ def rows(remaining=(99, 99)):
 
 
 ROWS = rows()
-
-
-def test_drafts_after_a_refused_one_teach_nothing():
-    drafted, accepted = torch.tensor([3, 3]), torch.tensor([1, 3])
-    policy = RaggedBudget(CHEAP)
-    policy.start(ROWS)
-    policy.plan(ROWS)
-    policy.hidden = HiddenDraft(drafted.numpy(), np.full((2, 3), 0.9), np.full((2, 3), 0.9))
-    for row in (0, 1) * 3:
-        policy.hidden.submit(row)
-    policy.update(drafted, accepted)
-    assert policy.count == 5
-
-
-def test_ragged_budget_needs_a_draft_model():
-    line = Line()
-    line.draft_phases = None
-    with pytest.raises(ValueError, match="RaggedBudget needs a draft model"):
-        RaggedBudget(line)
 
 
 def test_svip_stops_rows_at_its_bound():
@@ -63,55 +44,6 @@ def test_stop_before_the_last_draft_spares_a_pass():
     passes = np.array([step.passes for step in asked]) - np.array([step.passes for step in spared])
     assert passes.max() == 1 and passes.min() == 0
     assert step_seconds(spared, CHEAP).sum() < step_seconds(asked, CHEAP).sum()
-
-
-# --- RaggedBudget -----------------------------------------------------------------------------------
-
-
-def chosen(policy, maxima, chances=None):
-    policy.start(rows([99] * len(maxima)))
-    assert policy.plan(rows([99] * len(maxima))) > 0
-    maxima = np.array(maxima)
-    hidden = HiddenDraft(
-        np.full(len(maxima), maxima.shape[1]), maxima, maxima if chances is None else np.array(chances)
-    )
-    policy.choose(hidden)
-    return hidden.submitted.tolist()
-
-
-def test_likeliest_drafts_of_the_batch_are_submitted():
-    policy = RaggedBudget(Line(draft=0.01, verify=0.3), limit=4)
-    # falling scores: 0.99, 0.98, 0.97, 0.95, 0.9 …; each costs 0.1 of three rows' regular step, ρ is near 3
-    assert chosen(policy, [[0.99, 0.99, 0.98, 0.97], [0.9, 0.2, 0.9, 0.9], [0.1, 0.9, 0.9, 0.9]]) == [4, 1, 0]
-
-
-def test_unlikely_token_ends_its_row():
-    policy = RaggedBudget(Line(draft=0.01, verify=0.3), limit=4)
-    maxima = [[0.9, 0.99], [0.9, 0.99]]
-    assert chosen(policy, maxima, chances=[[0.9, 0.99], [0.05, 0.99]]) == [2, 1]
-
-
-def test_probabilities_are_raised_to_a_fitted_power():
-    policy = RaggedBudget(CHEAP)
-    policy.start(rows([99] * 4))
-    for _ in range(200):  # probability 0.5, always accepted
-        policy.plan(rows([99] * 4))
-        policy.hidden = HiddenDraft(np.full(4, 3), np.full((4, 3), 0.5), np.full((4, 3), 0.5))
-        for row in (0, 1, 2, 3) * 3:
-            policy.hidden.submit(row)
-        policy.update(torch.full((4,), 3), torch.full((4,), 3))
-    assert 0.5 ** policy._power() == pytest.approx(1, abs=0.05)
-
-
-def test_drafts_without_submission_are_refused_ones():
-    policy = RaggedBudget(CHEAP)
-    policy.start(ROWS)
-    policy.plan(ROWS)
-    before = policy.alphas().copy()
-    policy.choose(HiddenDraft(np.array([3, 0]), np.full((2, 3), 0.001), np.full((2, 3), 0.001)))
-    policy.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert policy.alphas()[0] < before[0]
-    assert policy.alphas()[1] <= before[1]  # counts of the first row's drafts
 
 
 # --- Objective ------------------------------------------------------------------------------------

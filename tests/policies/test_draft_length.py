@@ -7,7 +7,7 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.policies.protocol import HiddenDraft, RowsView, as_policy, cut_lengths, planned_lengths
+from bass_core.policies.protocol import RowsView, as_policy, cut_lengths, planned_lengths
 
 
 def rows(remaining=(99, 99), steps=None):
@@ -98,19 +98,6 @@ def test_answers_within_a_step_never_lengthen_a_draft():
     assert cut_lengths(np.array([1, 4]), torch.tensor([True, True]), 2).tolist() == [1, 4]
 
 
-def test_probability_of_a_draft_is_hidden_until_its_submission():
-    hidden = HiddenDraft(np.array([2, 1]), np.array([[0.9, 0.8], [0.7, 0.6]]), np.array([[0.1, 0.2], [0.3, 0.4]]))
-    assert hidden.maximum(0) == 0.9 and np.isnan(hidden.chances).all()
-    assert hidden.submit(0) == 0.1 and hidden.maximum(0) == 0.8
-    assert hidden.chances[0, 0] == 0.1 and np.isnan(hidden.chances).sum() == 3
-    hidden.submit(0)
-    hidden.submit(1)
-    for ask in (hidden.maximum, hidden.submit):
-        with pytest.raises(IndexError, match="has submitted all of its"):
-            ask(1)
-    assert hidden.submitted.tolist() == [2, 1]
-
-
 def test_policy_never_sees_an_unsubmitted_token():
     seen = set()
 
@@ -150,13 +137,6 @@ class Policy(bass.DraftLengthPolicy):
     def keep_drafting(self, signals):
         self.overwrite(signals.entropy, signals.maximum, signals.drafting)
         return torch.ones(len(signals.entropy), dtype=torch.bool)
-
-    def choose(self, hidden):
-        for row, drafted in enumerate(hidden.lengths.tolist()):
-            self.overwrite(hidden.lengths, hidden.submitted)
-            for _ in range(min(drafted, 2)):
-                hidden.submit(row)
-        self.overwrite(hidden.lengths, hidden.submitted)
 
     def update(self, drafted, accepted):
         self.overwrite(drafted, accepted)

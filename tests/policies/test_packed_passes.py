@@ -77,26 +77,28 @@ def test_padding_of_a_packed_pass_changes_nothing():
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1, :1], found[1][1, :1])
 
 
-def test_stopped_rows_are_fed_while_there_is_room(monkeypatch):
-    pair, resting, original = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), [], Runner.feed
+def test_stopped_rows_are_fed_up_to_the_capacity(monkeypatch):
+    pair, beyond, original = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), [], Runner.run
 
-    def feed(self, ids, starts, query_lengths, **options):
-        if self.model is pair.draft:
-            resting.append(list(query_lengths).count(0))
-        return original(self, ids, starts, query_lengths, **options)
+    def run(self, ids, current):
+        if self.model is pair.draft and current.whole is not None:
+            beyond.append(int((current.kv_slots == self.cache.scratch_kv_slot).sum()))
+            assert current.kv_slots.max() <= self.cache.scratch_kv_slot and current.positions.max() < self.capacity
+        return original(self, ids, current)
 
-    def texts():
-        resting.clear()
-        options = {"draft_length": PerRow(5), "eos_token_id": (), "compile": "off"}
-        return bass.generate(pair, ragged_prompts(3, 4, 5, 6), max_new_tokens=16, **options).sequences
+    def texts(more=0):
+        beyond.clear()
+        with bass.Session(pair, max_batch_size=2, draft_length=5, eos_token_id=(), compile="off") as session:
+            rows = [session.submit(each, max_new_tokens=22 - len(each)) for each in ragged_prompts(14, 3)]
+            session.reserve(22 + more)
+            while not session.idle:
+                session.step()
+            return [session.result(row).sequence.tolist() for row in rows]
 
-    monkeypatch.setattr(Runner, "feed", feed)
-    with_room = texts()
-    assert resting and sum(resting) == 0
-    monkeypatch.setattr(Runner, "capacity", 0)
-    without = texts()
-    assert sum(resting) > 0
-    assert all(torch.equal(a, b) for a, b in zip(with_room, without, strict=True))
+    monkeypatch.setattr(Runner, "run", run)
+    with_room = texts(more=8)
+    assert beyond and sum(beyond) == 0
+    assert texts() == with_room and sum(beyond) > 0
 
 
 def test_path_eager_is_never_packed():

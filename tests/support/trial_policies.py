@@ -8,7 +8,7 @@ import torch
 import bass_core as bass
 import bass_lab as lab
 from bass_core import DraftLengthPolicy
-from bass_lab.policies import Objective, RaggedBudget
+from bass_lab.policies import Objective
 from bass_lab.policies.objective import first_finished
 
 
@@ -101,8 +101,6 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
         "goodput": lambda: bass.Goodput(CHEAP, limit=limit),
         "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
         "objective": lambda: Objective(CHEAP, limit=limit, weights=first_finished(4)),
-        "ragged budget": lambda: RaggedBudget(CHEAP, limit=limit),
-        "ragged budget, verification dear": lambda: RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
         "stops at a count": lambda: StopWhenUnsure(limit, counts=True),
         "svip": lambda: lab.SVIP(limit=limit, bound=0.3),
     }

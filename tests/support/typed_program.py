@@ -9,7 +9,6 @@ from torch import Tensor
 
 import bass_core as bass
 import bass_lab as lab
-from bass_lab.policies import RaggedBudget
 
 
 class Careful(bass.DraftLengthPolicy):
@@ -51,7 +50,7 @@ reveal_type((bass.SamplingParams(temperature=0.5), bass.SamplingParams().greedy)
 
 costs = bass.CostModel.load("costs.json")
 policies = [bass.Goodput(costs), bass.BassHeuristic(), bass.FixedLength(3), lab.SVIP()]
-policies += [RaggedBudget(costs), lab.HuggingFaceHeuristic()]
+policies += [lab.HuggingFaceHeuristic()]
 reveal_type((costs, bass.costs_for(pair), policies))
 with bass.Session(pair, max_batch_size=4, draft_length=policies[0]) as session:
     handle = session.submit([{"role": "user", "content": "a"}], max_new_tokens=8, deadline=2.0)

@@ -7,13 +7,10 @@ the same, no second copy remains, and nothing has to be restored.
 
 from __future__ import annotations
 
-import types
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bass_core.model.patching import is_plain
@@ -36,32 +33,12 @@ def arrange(model: nn.Module) -> list[Group]:
     return found
 
 
-def together(group: Group) -> list[tuple[dict, str, Any]]:
-    """Return changes for `patching.changed` to compute the group as a single product. Returns no changes if the weights
-    are not adjacent any more or a module's forward is replaced."""
-    weight = _whole([part.weight for part in group])
-    bias = None if group[0].bias is None else _whole([part.bias for part in group])
-    if weight is None or (bias is None) != (group[0].bias is None) or any("forward" in vars(part) for part in group):
-        return []
-    changes, first = [], 0
-    for part in group:
-        own = {"_whole": (weight, bias), "_first": first, "forward": types.MethodType(_part, part)}
-        changes += [(vars(part), name, value) for name, value in own.items()]
-        first += part.out_features
-    return changes
-
-
-def _part(self: nn.Linear, x: Tensor) -> Tensor:
-    """Forward of one module: its columns of the joint product. A compiler merges the equal products of the siblings."""
-    return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
-
-
 def _arranged(group: Group, users: Counter) -> bool:
     """Make the parameters of a group adjacent if possible. Return True if the parameters are adjacent."""
     if len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in group}) > 1:
         return False
     kinds = [[part.weight for part in group]] + [[part.bias for part in group]] * (group[0].bias is not None)
-    apart = [parameters for parameters in kinds if _whole(parameters) is None]
+    apart = [parameters for parameters in kinds if whole(parameters) is None]
     if not all(_is_alone(each) and users[_place(each)] == 1 for parameters in apart for each in parameters):
         return False
     for parameters in apart:
@@ -76,7 +53,7 @@ def _move(parameters: Sequence[nn.Parameter]) -> None:
         each.data = part
 
 
-def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+def whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """Return adjacent parameters as a single tensor, or None if the parameters are not adjacent."""
     first = parameters[0]
     storage, end = first.untyped_storage(), first.storage_offset()
@@ -88,8 +65,8 @@ def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 def _is_alone(parameter: nn.Parameter) -> bool:
-    """Return True if the parameter is alone in its storage."""
-    return parameter.untyped_storage().nbytes() == parameter.nbytes
+    """Return True if the parameter is alone in its storage, and no other process shares the storage."""
+    return parameter.untyped_storage().nbytes() == parameter.nbytes and not (parameter.is_cpu and parameter.is_shared())
 
 
 def _place(parameter: Tensor) -> tuple[int, int]:
