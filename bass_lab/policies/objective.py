@@ -30,9 +30,9 @@ EQUAL = last_finished(0.0)
 
 @dataclass
 class Objective(Goodput):
-    """`Goodput` of weighted rows: weights(rows, elapsed) returns one weight >= 0 per row.
+    """`Goodput` of weighted rows: weights(rows, elapsed) returns a weight >= 0 for each row.
 
-    elapsed: seconds of all steps in this decode, according to the cost model and not to the clock.
+    elapsed: seconds of all steps in this decode, by the cost model instead of the clock.
     """
 
     weights: Weights = field(default=EQUAL, repr=False)
