@@ -135,16 +135,8 @@ class Pass:
 
     def write(self, states: Tensor, buffer: Tensor) -> None:
         """Write keys or values [B, H, Q, D] (packed: [1, H, T, D]) to a buffer [batch slots, H, KV slots, D]."""
-        _, heads, tokens, size = states.shape
-        eager = self.kv_lengths is not None  # avoids a compilation per case
-        if eager and tokens == 1 and self.packed is None and self.first_batch_slot == 0:  # the fastest operator
-            buffer.scatter_(2, self.once(Pass.written_kv_slots, heads, size), states)
-        else:
-            buffer.view(-1, size).index_copy_(0, self.once(Pass.written, heads), states.reshape(-1, size))
-
-    def written_kv_slots(self, heads: int, size: int) -> Tensor:
-        """Return the KV slots of the pass's tokens, repeated for every element of a key: int64 [B, H, Q, D]."""
-        return self.kv_slots[:, None, :, None].expand(-1, heads, -1, size)
+        _, heads, _, size = states.shape  # `scatter_` takes time for the whole buffer in half precision
+        buffer.view(-1, size).index_copy_(0, self.once(Pass.written, heads), states.reshape(-1, size))
 
     def written(self, heads: int) -> Tensor:
         """Return the keys' flat indices in a buffer [batch slots, H, KV slots]: int64 [B · H · Q] (packed: [H · T])."""
