@@ -20,6 +20,19 @@ from bass_core.loading.model_pair import ASSETS
 PREFIX = "synthetic:"
 
 
+def expected_tokens_per_step(alpha: float, k: int, tokens: int) -> float:
+    """Return the expected tokens per step of a row of `tokens` tokens after the prefill, with draft length k.
+
+    A step near the end drafts one token less than are left. A run draws its accepted lengths, so its own mean differs.
+    """
+    steps = [0.0]  # expected steps of a row with 0, 1, … tokens left
+    for left in range(1, tokens + 1):
+        most = min(k, left - 1)
+        fewer = sum(alpha**n * (1 - alpha) * steps[left - n - 1] for n in range(most))
+        steps.append(1 + fewer + alpha**most * steps[left - most - 1])
+    return tokens / steps[tokens]
+
+
 class SyntheticAcceptance:
     """Acceptance probabilities [N, T] by text and position. A row cycles through a text, from the row's length on."""
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -21,16 +22,19 @@ from bass_core.model.transformers_internals import CACHE
 
 
 class FeatureHeadConfig(LlamaConfig):
-    """Config of a Llama with the target's width, vocabulary and context. num_hidden_layers is usually 1."""
+    """Config of a Llama with the target's width, vocabulary and context. num_hidden_layers is usually 1.
+    draft_vocab_size: number of ids that the head drafts; None for all ids."""
 
     model_type = "bass_feature_head"
+    draft_vocab_size: int | None = None
 
 
 class FeatureHead(LlamaPreTrainedModel):
     """Predicts the target's hidden state after each token, from the token and the target's hidden state before it. The
     target's head computes the logits. During drafting, the head reads its own predicted states.
 
-    Embeddings and head belong to the target (see `attached`) and are not among the weights.
+    Embeddings and head belong to the target (see `attached`) and are not among the weights. With a reduced draft
+    vocabulary, only the ids in `draft_ids` are ever drafted, and `forward` gives other ids the logit -inf.
     """
 
     config_class = FeatureHeadConfig
@@ -41,7 +45,10 @@ class FeatureHead(LlamaPreTrainedModel):
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.model = LlamaModel(config)
         self.model.embed_tokens = None
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
         self.borrowed: tuple[nn.Module, nn.Module] = ()  # embeddings and head of a target
+        self.rows: tuple[Tensor, Tensor | None] | None = None  # weight and bias of the target's head, of `draft_ids`
         self.predicted: Tensor | None = None  # hidden states [B, Q, H] of the last pass
         self.post_init()
 
@@ -63,8 +70,19 @@ class FeatureHead(LlamaPreTrainedModel):
             )
         fits = (self.device, self.dtype) == (target.device, target.dtype)
         mine = copy.copy(self) if fits else copy.deepcopy(self).to(target.device, target.dtype)
-        vars(mine).update(borrowed=(target.get_input_embeddings(), target.get_output_embeddings()), predicted=None)
+        mine.borrow(target)
         return mine
+
+    def borrow(self, target: PreTrainedModel) -> None:
+        """Use this target's embeddings and head."""
+        out = target.get_output_embeddings()
+        vars(self).update(borrowed=(target.get_input_embeddings(), out), predicted=None)
+        if self.config.draft_vocab_size is not None:
+            self.rows = out.weight.detach()[self.draft_ids], None if out.bias is None else out.bias[self.draft_ids]
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """Return the logits of the draft vocabulary [..., M] by the target's head, for hidden states [..., H]."""
+        return self.get_output_embeddings()(states) if self.rows is None else F.linear(states, *self.rows)
 
     def forward(
         self,
@@ -78,7 +96,11 @@ class FeatureHead(LlamaPreTrainedModel):
         """Return logits [B, Q, V] (only of the last token if logits_to_keep is 1). features [B, Q, H]: hidden states
         before each token, zeros before the first."""
         self.predicted = self.states(input_ids, features, position_ids=position_ids, cache=cache, **options)
-        return CausalLMOutputWithPast(logits=self.get_output_embeddings()(self.predicted[:, -logits_to_keep:]))
+        logits = self.draft_logits(self.predicted[:, -logits_to_keep:])
+        if self.rows is not None:
+            every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+            logits = every.index_copy(-1, self.draft_ids, logits)
+        return CausalLMOutputWithPast(logits=logits)
 
     def states(self, input_ids: Tensor, features: Tensor, cache: Cache | None = None, **options: Any) -> Tensor:
         """Return the predicted hidden states after each token: [B, Q, H]."""

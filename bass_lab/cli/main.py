@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bass_lab.cli import checks, common, decoding, lessons, load, measuring, serving, sweep
+from bass_lab.cli import checks, common, decoding, lessons, load, measuring, serving, sweep, training
 
 app = typer.Typer(
     cls=common.CommandLine,
@@ -28,6 +28,7 @@ command()(measuring.calibrate)
 command()(measuring.record)
 command("eval")(measuring.evaluate)
 command(epilog=load.EXAMPLES)(load.load)
+command(epilog=training.EXAMPLES)(training.head)
 command(epilog=sweep.EXAMPLES)(sweep.sweep)
 command()(lessons.notebooks)
 command()(lessons.pictures)

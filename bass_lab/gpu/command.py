@@ -118,6 +118,28 @@ class Lines:
         print(json.dumps(document | {"output": output, "seconds": round(self.seconds, 1)}, ensure_ascii=False))
 
 
+class PartFile(Lines):
+    """A file of JSON lines, one per case. failed: failed cases of this run."""
+
+    def __init__(self, file: Path):
+        super().__init__(file, "stage", also=["transformers"])
+        self.failed: list[str] = []
+
+    def case(self, name: str, measure: Callable[[], dict]) -> None:
+        """Write the measured case or the reason of its failure, unless the file already has the case."""
+        if self.has(case=name):
+            return
+        started = time.perf_counter()
+        try:
+            found = measure()
+        except Exception as error:  # continue with the next case
+            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        if "failed" in found:
+            self.failed.append(name)
+        line = {"schema": "stage", "case": name} | found | {"seconds": round(time.perf_counter() - started, 1)}
+        print(json.dumps(self.add(line), ensure_ascii=False)[:2000], flush=True)
+
+
 def verdict(lines: Sequence[dict], ours: Sequence[str]) -> int:
     """Return the exit code for timed kernels: 1 if a kernel of ours was wrong or nothing was timed, else 0."""
     wrong = [line for line in lines if line["kernel"] in ours and (line["reason"] or "").startswith("wrong")]

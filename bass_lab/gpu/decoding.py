@@ -7,8 +7,9 @@ cache, verification, the loop. Exactness is checked after the timing: the embedd
 failure loses no measurement.
 
 Every repeat of a method is followed by a repeat of regular decoding within a minute. A speed-up is the ratio of the
-two. The limits (a copy's bandwidth, a matrix product's rate) are measured in the same run. `Clock.latencies` defines
-latencies, and `roofline.utilisation` defines utilisation.
+two. Every repeat draws other accepted lengths; latencies and tokens per second are means over the draws. The limits (a
+copy's bandwidth, a matrix product's rate) are measured in the same run. `Clock.latencies` defines latencies, and
+`roofline.utilisation` defines utilisation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bass_lab.measure import records, roofline
 from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, PlannedMethod, plan
-from bass_lab.measure.ratios import Ratio, counted_repeats
+from bass_lab.measure.ratios import Ratio, counted_repeats, half_width
 from bass_lab.measure.repeated_way import Repeat, RepeatedWay
 from bass_lab.measure.roofline import Device, Roofline, StepWork, measure_device, utilisation
 from bass_lab.named_pairs import named_pair
@@ -175,6 +176,7 @@ class GpuBenchmark:
         way, batch = runs.way, len(runs.prompts)
         done = [ours for ours, _ in pairs]
         seconds, regular = np.array([(ours.seconds, theirs.seconds) for ours, theirs in pairs]).T
+        latencies = pd.DataFrame([run.clock.latencies(self.new) for run in done])
         line = {
             "schema": "gpu_speed",
             "method": way.method,
@@ -186,9 +188,11 @@ class GpuBenchmark:
             "max_new_tokens": self.new,
             "repeats": len(pairs),
             "disturbed": disturbed,
+            "draws": len(pairs),
             "seconds": seconds.tolist(),
-            **pd.DataFrame([run.clock.latencies(self.new) for run in done]).median().to_dict(),
-            "tokens_per_second": float(np.median(batch * (self.new - 1) / seconds)),
+            **latencies.mean().to_dict(),
+            "mean_ms_margin": None if len(pairs) == 1 else float(half_width(latencies.mean_ms)),
+            "tokens_per_second": float(np.mean(batch * (self.new - 1) / seconds)),
             "tokens_per_step": None,
             "k": None,
             "over_regular": Ratio.of(seconds, regular)._asdict(),
@@ -339,7 +343,12 @@ def table(lines: Sequence[dict]) -> str:
             "method": " ".join(filter(None, (line["method"], line["policy"]))),
             "α": records.text(line["alpha"], "g"),
         }
-        row |= {"attention": line["attention"], "compile": line["compile"], "ms/token": f"{line['mean_ms']:.2f}"}
+        margin = f" ± {line['mean_ms_margin']:.2f}" if line.get("mean_ms_margin") else ""
+        row |= {
+            "attention": line["attention"],
+            "compile": line["compile"],
+            "ms/token": f"{line['mean_ms']:.2f}{margin}",
+        }
         row |= {"first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}"}
         row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "over regular": str(Ratio(**line["over_regular"]))}
         row |= {"tokens/step": records.text(line["tokens_per_step"], ".2f")}

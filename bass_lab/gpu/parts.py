@@ -13,15 +13,15 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import bass_core as bass
 from bass_lab.checks import exactness
-from bass_lab.gpu.command import Lines
+from bass_lab.gpu import step_parts
+from bass_lab.gpu.command import PartFile
 from bass_lab.measure import records
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.repeated_way import WARM_UPS
@@ -32,28 +32,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 WATCHED = 120  # seconds for a test under compute-sanitizer
 # By default compute-sanitizer stops a program that does not use the GPU within ten seconds.
 SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED // 2), "--show-backtrace", "no", "--tool"]
-
-
-class PartFile(Lines):
-    """A file of JSON lines, one per case. failed: failed cases of this run."""
-
-    def __init__(self, file: Path):
-        super().__init__(file, "stage", also=["transformers"])
-        self.failed: list[str] = []
-
-    def case(self, name: str, measure: Callable[[], dict]) -> None:
-        """Write the measured case or the reason of its failure, unless the file already has the case."""
-        if self.has(case=name):
-            return
-        started = time.perf_counter()
-        try:
-            found = measure()
-        except Exception as error:  # continue with the next case
-            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        if "failed" in found:
-            self.failed.append(name)
-        line = {"schema": "stage", "case": name} | found | {"seconds": round(time.perf_counter() - started, 1)}
-        print(json.dumps(self.add(line), ensure_ascii=False)[:2000], flush=True)
 
 
 def check(folder: Path, rehearse: bool) -> PartFile:
@@ -176,7 +154,14 @@ def lessons(folder: Path, rehearse: bool) -> PartFile:
     return part
 
 
-PARTS = {"exactness": check, "costs": costs, "sanitizers": sanitized, "notebooks": lessons}
+PARTS = {
+    "exactness": check,
+    "costs": costs,
+    "sanitizers": sanitized,
+    "notebooks": lessons,
+    "passes": step_parts.passes,
+    "trace": step_parts.trace,
+}
 
 
 def main(given: list[str] | None = None) -> int:

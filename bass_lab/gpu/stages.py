@@ -2,6 +2,7 @@
 
     python -m bass_lab.gpu.stages FOLDER                    all stages
     python -m bass_lab.gpu.stages FOLDER --stage decode     one stage; a second call resumes an interrupted stage
+    python -m bass_lab.gpu.stages FOLDER --within 400 --stage decode --stage passes     several, in 400 seconds in all
     python -m bass_lab.gpu.stages FOLDER --rehearse         tiny run on a CPU: meaningless times, but every file
     python -m bass_lab.gpu.stages FOLDER --collect          copy the files into bass_lab/assets/records
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -77,9 +79,11 @@ _decoding = partial(_timed, "decoding", after=EXACTNESS)
 COSTS = ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz")
 WATCH = "compute-sanitizer"
 STAGES = {
+    "decode": Stage("7.8B + 310M: regular and batched", 460, ("gpu.jsonl",), _decoding("gpu.jsonl", "--quick")),
+    "passes": Stage("the price of a pass by its tokens", 100, ("passes.jsonl",), _part("passes")),
+    "trace": Stage("a decode step, kernel by kernel", 130, ("trace.jsonl",), _part("trace")),
     "tests": Stage("the GPU tests, in parallel on all cores", 400, ("tests.jsonl",), _tests),
     "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("kernels", "kernels.jsonl")),
-    "decode": Stage("7.8B + 310M: regular and batched", 460, ("gpu.jsonl",), _decoding("gpu.jsonl", "--quick")),
     "peers": Stage("the same with transformers' generate", 300, ("peers.jsonl",), _decoding("peers.jsonl", "--peers")),
     "exactness": Stage("`bass verify`, CUDA graphs and compiled layers", 460, ("exactness.jsonl",), _part("exactness")),
     "costs": Stage("costs of steps, a profile, recorded acceptance", 460, COSTS, _part("costs")),
@@ -153,9 +157,10 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu", description="Run everything that needs a GPU, in stages of minutes.")
     parser.add_argument("folder", type=Path, help="folder of the stages' files")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--stage", choices=STAGES, help="run only this stage")
+    what.add_argument("--stage", choices=STAGES, action="append", help="run only this stage; may be repeated")
     what.add_argument("--collect", action="store_true", help="copy the files into bass_lab/assets/records")
     parser.add_argument("--seconds", type=float, help="time limit of each stage; default: its own")
+    parser.add_argument("--within", type=float, default=math.inf, help="time limit of all stages together, in seconds")
     parser.add_argument("--rehearse", action="store_true", help="run tiny cases on a CPU, with meaningless times")
     options = parser.parse_args(given)
     if options.collect:
@@ -164,9 +169,13 @@ def main(given: list[str] | None = None) -> int:
     if not (options.rehearse or torch.cuda.is_available()):
         print("this command needs a CUDA GPU, and torch finds none; use --rehearse to try it on a CPU", file=sys.stderr)
         return NO_GPU
-    codes = []
-    for name in [options.stage] if options.stage else STAGES:
-        summary = run(name, options.folder.resolve(), options.rehearse, options.seconds)
+    codes, end, names = [], time.monotonic() + options.within, options.stage or list(STAGES)
+    for place, name in enumerate(names):
+        # Every later stage keeps half of its own time, if the total allows.
+        kept = sum(STAGES[later].seconds for later in names[place + 1 :]) / 2
+        left = end - time.monotonic()
+        limit = min(options.seconds or STAGES[name].seconds, max(left - kept, left / 2))
+        summary = run(name, options.folder.resolve(), options.rehearse, limit)
         print(json.dumps(summary, ensure_ascii=False), flush=True)
         codes.append(summary.get("code", 0))
     return 0 if not any(code != 0 for code in codes) else 1

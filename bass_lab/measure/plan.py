@@ -46,7 +46,8 @@ PROBE = batched(0.8, 5)  # the costs come from the steps of this method
 
 def plan(quick: bool) -> list[Group]:
     """Return the groups to measure, the most important first: a run out of time drops the rest."""
-    several = (REGULAR, batched(0.8), batched(USELESS, "goodput"))
+    single = PlannedMethod("single", "best", 0.8)
+    several = (REGULAR, batched(0.8), batched(USELESS, "goodput"), single)
     few = (REGULAR, batched(0.8))
     also = (
         batched(0.8, "goodput"),
@@ -55,13 +56,12 @@ def plan(quick: bool) -> list[Group]:
         batched(0.8, compile="off"),
         PlannedMethod("regular", compile="graphs"),
         PlannedMethod("regular", compile="compiled"),
-        PlannedMethod("single", "best", 0.8),
         batched(0.7),
         batched(0.9),
         batched(0.8, "algorithm 1"),
     )
     also_many = (batched(0.7), batched(0.8, attention="pad"))
-    first, then = {8: several, 32: several, 1: few}, {8: also, 32: also_many}
+    first, then = {8: several, 32: several[:3], 1: few, 64: few}, {8: also, 32: also_many}
     groups = [Group("paper-7.8b", batch, ways) for order in (first, then) for batch, ways in order.items()]
     if quick:
         return groups

@@ -38,7 +38,8 @@ class Repeat(NamedTuple):
 
 
 class RepeatedWay(HasSession):
-    """A method that decodes the same prompts repeatedly. This engine's session keeps caches and captured graphs."""
+    """A method that decodes the same prompts repeatedly. This engine's session keeps caches and captured graphs. Every
+    run draws other accepted lengths."""
 
     def __init__(
         self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None, new: int
@@ -74,8 +75,8 @@ class RepeatedWay(HasSession):
             transformers_generate(self.pair, self.prompts, **options, **{CACHE: self.cache})
         else:
             self.session.trace = trace
-            for row, prompt in enumerate(self.prompts):  # equal row numbers give equal counts and shapes in every run
-                self.session.submit(prompt, max_new_tokens=self.new, row=row)
+            for row, prompt in enumerate(self.prompts):
+                self.session.submit(prompt, max_new_tokens=self.new, row=row, seed=self.runs)
             with self.session.prepared():
                 while not self.session.idle:
                     clock.stepped(self.session.step())

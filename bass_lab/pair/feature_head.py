@@ -23,11 +23,15 @@ STEP_WEIGHTS = (1.0, 0.8, 0.64)  # loss weights: a later draft token counts only
 KeysValues = tuple[Tensor, Tensor]  # keys and values of a step, each [B, KV heads, Q, D]
 
 
+SETTINGS = "rope_parameters", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias"  # taken from the target
+
+
 def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
-    """Return a one-layer feature head with random weights, attached to `target`. sizes: as in `FeatureHeadConfig`."""
+    """Return a one-layer feature head with random float32 weights, attached to `target`. sizes: as in
+    `FeatureHeadConfig`; other settings are the target's."""
     of = target.config.get_text_config()
     config = FeatureHeadConfig(
-        **sizes,
+        **{name: getattr(of, name) for name in SETTINGS if hasattr(of, name)} | sizes,
         hidden_size=of.hidden_size,
         num_hidden_layers=1,
         vocab_size=of.vocab_size,
@@ -38,7 +42,8 @@ def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
     )
     head = FeatureHead(config).to(target.device)
     quick_norms(head)
-    return head.attached(target)
+    head.borrow(target)
+    return head
 
 
 def _attention(module, query, key, value, attention_mask, scaling, earlier: list[KeysValues], **kwargs):
@@ -72,7 +77,8 @@ def _delayed(states: Tensor, by: int) -> Tensor:
 def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]) -> Tensor:
     """Return KL(target || head) in nats per token of windows [B, Q]: mean over temperatures, weighted over steps."""
     features = teacher.states(windows)  # [B, Q, H]
-    wanted = teacher.logits(features)  # [B, Q, V]
+    with torch.no_grad():
+        wanted = head.draft_logits(features)  # [B, Q, M]: the target's logits
     total = torch.zeros((), device=windows.device)
     for step, (weight, logits) in enumerate(zip(STEP_WEIGHTS, unrolled(head, windows, features), strict=False)):
         # the first positions have no draft token of this depth
@@ -81,12 +87,12 @@ def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperat
 
 
 def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[Tensor]:
-    """Yield the logits [B, Q, V] of each step. At position j, step s treats the last s - 1 tokens as drafted, and reads
+    """Yield the logits [B, Q, M] of each step. At position j, step s treats the last s - 1 tokens as drafted, and reads
     the earlier tokens with the target's hidden states `features` [B, Q, H]."""
     earlier: list[KeysValues] = []
     while True:
         features = head.states(windows, _delayed(features, 1), earlier=earlier, use_cache=False)
-        yield head.get_output_embeddings()(features)
+        yield head.draft_logits(features)
 
 
 def save_head(head: FeatureHead, folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.environment import write_whole
 from bass_lab.pair.feature_head import new_head, save_head, unrolled_loss
@@ -120,20 +120,20 @@ class Data:
         )
 
 
-def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
+def train_pair(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
     """Train tokenizer, target, drafts and feature head, and write each to `folder`/name. Return the figures.
 
     `work` stores the state of each stage, and a second call resumes. `folder`/unaligned_* are the drafts before
-    alignment. trained_target: a folder with a trained target and its tokenizer; only the other models are trained.
+    alignment.
     """
     torch.manual_seed(recipe.seed)
     work.mkdir(parents=True, exist_ok=True)
     generated, library = corpus.generated_functions(recipe.generated, recipe.seed), corpus.library_functions()
-    tokenizer = AutoTokenizer.from_pretrained(trained_target or _tokenizer(work, recipe, generated, library))
+    tokenizer = AutoTokenizer.from_pretrained(_tokenizer(work, recipe, generated, library))
     data = Data(Windows(generated, tokenizer), Windows(library, tokenizer), recipe)
     say(f"corpus: {len(data.generated.stream)} tokens of generated, {len(data.library.stream)} of library functions")
     training = _Training(data, tokenizer, folder, work)
-    target = training.target(trained_target)
+    target = training.target()
     own = _own_texts(target, data, work)
     teacher = Teacher(target, own)
     taught = partial(_with_own_texts, data, own)
@@ -154,15 +154,10 @@ class _Training:
         options = {"data": data.recipe.data, "seed": data.recipe.seed, "threads": data.recipe.threads}
         self.fit = partial(fit, **options, folder=work)
 
-    def target(self, trained: Path | None) -> PreTrainedModel:
-        """Return the target, trained or loaded from the folder `trained`."""
+    def target(self) -> PreTrainedModel:
         recipe, target = self.recipe, self._new("target", self.recipe.target)
-        if trained is not None:
-            target.load_state_dict(LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict())
-            target.eval()
-        else:
-            loss, budget = partial(next_token_loss, target), {"tokens": recipe.target_tokens, "lr": recipe.target_lr}
-            self.report["target"] |= self.fit(target, loss, self.data.batch, **budget, name="target")
+        loss, budget = partial(next_token_loss, target), {"tokens": recipe.target_tokens, "lr": recipe.target_lr}
+        self.report["target"] |= self.fit(target, loss, self.data.batch, **budget, name="target")
         save(target, self.tokenizer, self.folder / "target")
         return target
 
@@ -268,9 +263,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
     parser.add_argument("--work", type=Path, default=WORK, help="folder for the state of unfinished stages")
-    parser.add_argument("--target", type=Path, help="folder of a trained target; train only its drafters")
     options = parser.parse_args()
-    report = train_pair(Recipe(seed=options.seed), options.output, options.work, options.target)
+    report = train_pair(Recipe(seed=options.seed), options.output, options.work)
     write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")
     say(json.dumps(report, indent=1))
 

@@ -1,10 +1,11 @@
-"""Products of few rows with weights of 8 or 4 bits: every weight is read once, as stored.
+"""Products of few rows with weights of 8 or 4 bits: every weight is read as stored, once per 128 rows.
 
-Decoding multiplies 1 to 128 rows by each weight (2 · rows flops per weight), so the bytes of the weights determine the
-time. Codes are converted to the activations' dtype in registers, right before the matrix instruction. Scales of whole
-channels, bias and activation are applied to float32 sums. The result is transposed, [BLOCK_N, BLOCK_M], because
-weights are the operand with many rows. Outputs too narrow to fill the GPU are cut along K, and a second small launch
-adds up the pieces in order.
+Decoding multiplies 1 to 256 rows by each weight (2 · rows flops per weight). Up to about 40 rows the bytes of the
+weights determine the time, and beyond that the conversion of codes and the matrix instructions. Verification has 40 to
+224 rows (batch 8 to 32). Codes are converted to the activations' dtype in registers, right before the matrix
+instruction. Scales of whole channels, bias and activation are applied to float32 sums. The result is transposed,
+[BLOCK_N, BLOCK_M], because weights are the operand with many rows. Outputs too narrow to fill the GPU are cut along K,
+and a second small launch adds up the pieces in order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from bass_kernels import launching
 from bass_kernels.launching import require
 from bass_kernels.tiles import power_of_two
 
-MOST_ROWS = 128
+MOST_ROWS = 256
+MOST_AT_ONCE = 128  # rows of a block; a further block reads the weights again, mostly from the L2 cache
 UNIT = 32  # inputs that are packed into 16 bytes, the first 16 numbers in the low halves
 WARPS = 132 * 8  # warps that should run: eight on each multiprocessor
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
@@ -69,7 +71,7 @@ class ProductTile(NamedTuple):
 
 def choose(rows: int, packed: bool) -> ProductTile:
     """Return the tile for this number of rows: wide in K for few rows, limited by registers for many rows."""
-    block_m = power_of_two(rows, least=16)
+    block_m = min(power_of_two(rows, least=16), MOST_AT_ONCE)
     if block_m <= 32:
         return ProductTile(block_m, 32, 256 if packed else 128, 2, 4)
     return ProductTile(block_m, 64, 128 if packed else 64, 8, 3)  # with four warps 128 rows spill on sm_80
@@ -90,7 +92,7 @@ def skinny_linear(
     gate: Codes | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Return activation(x Wᵀ + bias): [M, N] in x's dtype. x [M, K], M <= 128, the last dimension contiguous.
+    """Return activation(x Wᵀ + bias): [M, N] in x's dtype. x [M, K], M <= 256, the last dimension contiguous.
 
     activation: "none", "silu", "gelu" or "gelu_tanh". gate: codes of the same form; the result is then
     activation(x gateᵀ) · (x Wᵀ), a gated MLP without bias in one launch. splits: pieces of K (None: `pieces`). Equal
@@ -115,18 +117,23 @@ def skinny_linear(
     if rows == 0 or columns == 0:
         return out
     tile = choose(rows, packed)
+    blocks = triton.cdiv(rows, tile.block_m)
     splits = pieces(columns, inputs, tile) if splits is None else splits
     second = gate or codes
     halves = x.dtype in (torch.bfloat16, torch.float16) and codes.scale.dtype == x.dtype
     by_bits = packed and codes.group is not None and halves and not launching.interpreted()
-    sums = x.new_empty(splits, 2 if gate else 1, columns, tile.block_m, dtype=torch.float32) if splits > 1 else out
+    sums = (
+        x.new_empty(splits, 2 if gate else 1, columns, blocks * tile.block_m, dtype=torch.float32)
+        if splits > 1
+        else out
+    )
     flags = {
         "GATED": gate is not None, "BIAS": bias is not None, "ACTIVATION": activation,
         "GROUPED": codes.group is not None, "SPLITS": splits, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
     }  # fmt: skip
     bias = codes.scale if bias is None else bias
     with launching.on(x.device):
-        _multiply[(triton.cdiv(columns, tile.block_n), splits)](
+        _multiply[(triton.cdiv(columns, tile.block_n), splits, blocks)](
             x,
             codes.weight,
             codes.scale,
@@ -151,7 +158,7 @@ def skinny_linear(
             num_stages=tile.stages,
         )
         if splits > 1:
-            _add_up[(triton.cdiv(columns, tile.block_n),)](
+            _add_up[(triton.cdiv(columns, tile.block_n), blocks)](
                 sums, codes.scale, second.scale, bias, out, rows, columns, **flags, num_warps=4
             )
     return out
@@ -283,9 +290,9 @@ def _multiply(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all rows by a block of columns, over a piece of K."""
+    """Multiply a block of rows by a block of columns, over a piece of K."""
     split = tl.program_id(1)
-    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     piece = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
     x_rows = x + m.to(tl.int64)[None, :] * stride_x
@@ -312,8 +319,9 @@ def _multiply(
     if SPLITS == 1:
         _store(acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns, GATED, BIAS, ACTIVATION, GROUPED)
     else:
-        each = tl.cast(columns, tl.int64) * BLOCK_M
-        at = split * each * (2 if GATED else 1) + n[:, None] * BLOCK_M + m[None, :]
+        padded = tl.num_programs(2) * BLOCK_M
+        each = tl.cast(columns, tl.int64) * padded
+        at = split * each * (2 if GATED else 1) + n[:, None] * padded + m[None, :]
         tl.store(sums + at, acc, mask=(n < columns)[:, None])
         if GATED:
             tl.store(sums + at + each, acc_gate, mask=(n < columns)[:, None])
@@ -325,12 +333,13 @@ def _add_up(
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up the pieces of a block of columns, in order."""
-    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    """Add up the pieces of a block of rows and columns, in order."""
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    each = tl.cast(columns, tl.int64) * BLOCK_M
+    padded = tl.num_programs(1) * BLOCK_M
+    each = tl.cast(columns, tl.int64) * padded
     for split in range(SPLITS):
-        at = split * (2 if GATED else 1) * each + n[:, None] * BLOCK_M + m[None, :]
+        at = split * (2 if GATED else 1) * each + n[:, None] * padded + m[None, :]
         acc += tl.load(sums + at, mask=(n < columns)[:, None], other=0.0)
         if GATED:
             acc_gate += tl.load(sums + at + each, mask=(n < columns)[:, None], other=0.0)

@@ -118,7 +118,7 @@ def write(folder: Path) -> Path:
     records.append(folder / "kernels.jsonl", kernel_lines())
     records.append(folder / "gpu.jsonl", decode_lines(plan(quick=True)))
     records.append(folder / "peers.jsonl", decode_lines(PEERS))
-    for kind in ("tests", "exactness", "costs_check", "products", "sanitizers", "notebooks"):
+    for kind in ("passes", "trace", "tests", "exactness", "costs_check", "products", "sanitizers", "notebooks"):
         (folder / f"{kind}.jsonl").write_text(json.dumps({"case": "some", "seconds": 1.0, **HERE}) + "\n")
     costs().save(folder / "costs.json")
     profile(folder).save(folder / "timeline.json.gz")

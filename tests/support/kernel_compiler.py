@@ -177,7 +177,7 @@ def others(half: torch.dtype, few: bool) -> None:
 
 def products() -> Iterator[dict]:
     """Yield every tile of the skinny product, every format of weights, and every fused operation."""
-    for packed, group, rows in itertools.product((False, True), (None, 32, 128), (1, 17, 64, 128)):
+    for packed, group, rows in itertools.product((False, True), (None, 32, 128), (1, 17, 64, 224)):
         yield {"packed": packed, "group": group, "rows": rows}
     for packed, rows in itertools.product((False, True), (8, 128)):
         yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "gated": True}

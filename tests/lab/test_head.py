@@ -1,0 +1,81 @@
+"""`bass head`: a feature head for any target, with the target's settings and a reduced draft vocabulary."""
+
+import json
+
+import pytest
+import torch
+from commands import invoke
+from cpu_models import model
+from tiny import byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core.drafters import FeatureHead
+from bass_lab.pair import feature_head, head
+
+SETTINGS = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5}
+
+
+def new_head(target, ids=None, seed=1):
+    torch.manual_seed(seed)
+    found = feature_head.new_head(target, head._sizes(target, ids) | {"initializer_range": 0.3})
+    if ids is not None:
+        found.draft_ids.copy_(ids)
+    return found
+
+
+def test_settings_are_the_targets():
+    found = new_head(model("llama", **SETTINGS)).config
+    assert found.rope_parameters["rope_theta"] == 5e5 and found.rms_norm_eps == 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_reduced_vocabulary_is_drafted_alone_and_text_stays_exact(tmp_path, temperature):
+    target, ids = tiny_model(dtype="float64"), torch.arange(1, 97, 3)
+    feature_head.save_head(new_head(target, ids), tmp_path)
+    loaded = FeatureHead.from_pretrained(tmp_path, dtype=torch.float64)
+    pair = bass.ModelPair(target, bass.FeatureDrafter(loaded))
+    prompts, options = ragged_prompts(4, 9), {"max_new_tokens": 16, "temperature": temperature, "eos_token_id": ()}
+    out = bass.generate(pair, prompts, draft_length=4, trace="tokens", verification="coupled", **options)
+    drafted = out.trace.tokens.query("kind in ('accepted', 'rejected')").token
+    assert len(drafted) > 8 and set(drafted) <= set(ids.tolist())
+    regular = bass.generate(bass.ModelPair(pair.target), prompts, draft_length=0, verification="coupled", **options)
+    assert [row.tolist() for row in out.sequences] == [row.tolist() for row in regular.sequences]
+    if temperature == 0:
+        assert out.sequences[0].tolist() == greedy_alone(pair.target, prompts[0], 16).tolist()
+
+
+def test_most_frequent_ids_are_kept():
+    written = torch.tensor([[5, 5, 2, 9], [9, 5, 2, 7]])
+    assert head.frequent(written, 3, 12).tolist() == [2, 5, 9] and head.frequent(written, 12, 12) is None
+
+
+@pytest.mark.ci
+def test_command_trains_a_head_that_drafts(tmp_path):
+    folder = tmp_path / "head"
+    done = invoke("head", "--minutes", "0.4", "--vocabulary", "900", "--output", str(folder), "--json")
+    found = json.loads(done.stdout)
+    assert found["draft_ids"] == 900 and len(found["acceptance"]) == head.POSITIONS
+    assert found["acceptance"][0] > 0.2 and found["tokens_per_step"] > 1.2  # a random head: 0.01
+    pair = bass.load_pair(draft=folder)
+    out = bass.generate(pair, ["def add(a, b):\n"], max_new_tokens=24, draft_length=3)
+    assert out.trace.summary()["alpha"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minutes", "0.1"], "--output"),
+        (["--minutes", "-1", "--output", "x"], "--minutes"),
+        (["--minutes", "0.1", "--output", "x", "--texts", "none.txt"], "none.txt"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    done = invoke("head", *options)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_texts_without_tokenizer_are_refused():
+    with pytest.raises(ValueError, match="the target has no tokenizer"):
+        head.train_head(bass.ModelPair(tiny_model()), "unused", minutes=0.1)
+    with pytest.raises(ValueError, match="the texts are empty"):
+        head.beginnings(byte_tokenizer(), [])
