@@ -10,7 +10,6 @@ from bass_lab.show.looks import projector as projector
 from bass_lab.show.source import show_source as show_source
 from bass_lab.study.distance import Distance as Distance
 from bass_lab.study.distance import distance as distance
-from bass_lab.study.published_policies import SVIP as SVIP
 from bass_lab.study.published_policies import HuggingFaceHeuristic as HuggingFaceHeuristic
 from bass_lab.study.recorded_acceptance import AcceptanceTrace as AcceptanceTrace
 from bass_lab.study.recording import record as record

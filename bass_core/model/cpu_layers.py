@@ -141,7 +141,9 @@ class WholeLayer:
         self.layer, self.attention, self.multiply = layer, layer.self_attn, multiply
         parts = [(parent, name, part) for parent in layer.modules() for name, part in parent._modules.items()]
         self._parts = [(parent._modules, name, part) for parent, name, part in parts]
-        self._weights = [(part._parameters, part.weight.data_ptr()) for group in siblings for part in group]
+        linear = [part for group in siblings for part in group] + [layer.self_attn.o_proj, layer.mlp.down_proj]
+        tables = [(part._parameters, name) for part in linear for name in part._parameters]
+        self._weights = [(table, name, _address(table[name])) for table, name in tables]
         self.qkv, self.gate_up = (
             (whole([part.weight for part in group]), None if group[0].bias is None else whole([p.bias for p in group]))
             for group in siblings
@@ -156,7 +158,7 @@ class WholeLayer:
     def is_unchanged(self) -> bool:
         """Return True if the owner has added no hook, replaced no module and moved no weight."""
         same = all(table.get(name) is part and not is_touched(part) for table, name, part in self._parts)
-        here = all(table["weight"].data_ptr() == place for table, place in self._weights)
+        here = all(_address(table.get(name)) == address for table, name, address in self._weights)
         return same and here and "forward" not in vars(self.layer)
 
     def __call__(self, hidden_states: Tensor, *arguments, position_embeddings=None, **options) -> Tensor:
@@ -176,6 +178,10 @@ class WholeLayer:
         hidden_states = hidden_states + self.multiply(out.reshape(rows, width, -1), *self.out)
         gate, up = self.multiply(self.second_norm(hidden_states), *self.gate_up).chunk(2, -1)
         return hidden_states + self.multiply(self.activation(gate) * up, *self.down)
+
+
+def _address(weight: nn.Parameter | None) -> int:
+    return 0 if weight is None else weight.data_ptr()
 
 
 LAYERS = "LlamaDecoderLayer", "Qwen2DecoderLayer"

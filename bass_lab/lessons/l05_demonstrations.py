@@ -95,8 +95,8 @@ def runs(
 def earned(
     dtypes: Sequence[str], batches: Sequence[int], *, repeats: int, draft_length: int, most: int, questions: int = 4
 ) -> pd.DataFrame:
-    """Return the speed of n-gram drafts with SmolLM2, a line per dtype, prompt set and batch size, relative to regular
-    decoding. Repeats are interleaved; every text ends at its EOS.
+    """Return the speed of n-gram drafts with SmolLM2 relative to regular decoding, a line per dtype, prompt set, batch
+    size and draft length (a fixed one, and the default policy). Repeats are interleaved; every text ends at its EOS.
 
     A batch of 1 decodes the first `questions` prompts one after the other. Columns: tokens per step, speed (median of
     paired ratios), low, high, identical (texts equal to regular decoding's). Raises ValueError if the model is not
@@ -107,20 +107,21 @@ def earned(
         pair = load_pair("smollm2", draft=NgramDrafter(), dtype=dtype)
         for name, batch in itertools.product(CHATS, batches):
             prompts = prompt_set(name)[: questions if batch == 1 else batch]
-            seconds, found = {0: [], draft_length: []}, {}
+            seconds, found = {0: [], draft_length: [], None: []}, {}
             for _ in range(repeats + 1):  # the first repeat warms up
                 for k, taken in seconds.items():
                     with Elapsed(pair.device) as elapsed:
                         options = {"max_new_tokens": most, "draft_length": k, "max_batch_size": batch}
                         found[k] = generate(pair, prompts, **options)
                     taken.append(elapsed.seconds)
-            speed = Ratio.of(seconds[draft_length][1:], seconds[0][1:])
-            same = sum(map(torch.equal, found[0].sequences, found[draft_length].sequences))
-            line = {"dtype": dtype, "prompts": name, "batch": batch, "speed": speed.median, "low": speed.low}
-            steps = found[draft_length].trace.summary()["tokens_per_step"]
-            line |= {"high": speed.high, "tokens per step": steps, "identical": f"{same} of {len(prompts)}"}
-            lines.append(line)
-    return pd.DataFrame(lines).set_index(["dtype", "prompts", "batch"])
+            for k in (draft_length, None):
+                speed = Ratio.of(seconds[k][1:], seconds[0][1:])
+                same = sum(map(torch.equal, found[0].sequences, found[k].sequences))
+                line = {"dtype": dtype, "prompts": name, "batch": batch, "k": "default" if k is None else str(k)}
+                line |= {"speed": speed.median, "low": speed.low, "high": speed.high}
+                steps = found[k].trace.summary()["tokens_per_step"]
+                lines.append(line | {"tokens per step": steps, "identical": f"{same} of {len(prompts)}"})
+    return pd.DataFrame(lines).set_index(["dtype", "prompts", "batch", "k"])
 
 
 def _counted(trace: Trace) -> dict[str, float]:

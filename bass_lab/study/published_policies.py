@@ -1,8 +1,4 @@
-"""Published draft-length policies: transformers' schedule, and SVIP.
-
-Neither uses step costs. `SVIP` uses the draft's distributions at temperature 1. At low temperatures, it stops too
-early.
-"""
+"""The draft-length schedule of transformers. The schedule uses no step costs."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bass_core.policies.protocol import DraftLengthPolicy, RowsView, Signals
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView
 
 
 @dataclass
@@ -35,22 +31,3 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
         if not drafted.any():
             return
         self.length = self.length + 2 if bool((accepted == drafted).all()) else max(1, self.length - 1)
-
-
-@dataclass
-class SVIP(DraftLengthPolicy):
-    """Stop a row before x_j if the draft model is unsure: sqrt(0.15 H(q_j)) > `bound`. (Zhang et al. 2024, arXiv
-    2411.18462.)"""
-
-    limit: int = 16
-    bound: float = 0.3
-
-    def __post_init__(self):
-        if self.limit < 1 or not self.bound > 0:
-            raise ValueError(f"limit must be >= 1 and bound > 0, got {self}")
-
-    def plan(self, rows: RowsView) -> int:
-        return self.limit
-
-    def keep_drafting(self, signals: Signals) -> Tensor:
-        return (0.15 * signals.entropy).sqrt() <= self.bound

@@ -142,11 +142,23 @@ def doubled(own):
     )
 
 
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def halved(part):
+    nn.utils.parametrize.register_parametrization(part.down_proj, "weight", Halved())
+    return part
+
+
 OWNERS = {
     "replaced rotation": doubled,
     "replaced class": lambda own: (modeling_llama.LlamaMLP, "forward", lambda self, x: 2 * self.up_proj(x)[..., :32]),
     "new hook": lambda own: (own.model.layers[0].mlp.up_proj, "_forward_hooks", {0: lambda part, args, out: 2 * out}),
     "replaced module": lambda own: (own.model.layers[1].mlp, "act_fn", nn.ReLU()),
+    "parametrized weight": lambda own: (own.model.layers[0], "mlp", halved(own.model.layers[0].mlp)),
+    "new weight": lambda own: (own.model.layers[1].mlp.down_proj, "weight", nn.Parameter(torch.randn(32, 48))),
     "moved weight": lambda own: (own.model.layers[1].self_attn.k_proj.weight, "data", torch.randn(16, 32)),
 }
 

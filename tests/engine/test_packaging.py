@@ -161,7 +161,7 @@ def test_installed_packages_work_outside_the_repository(installed, tmp_path):
 
 TYPED = """
 import bass_core, bass_kernels, bass_lab
-reveal_type((bass_core.FixedLength(3).k, bass_kernels.write_kv, bass_lab.SVIP(bound=0.3)))
+reveal_type((bass_core.FixedLength(3).k, bass_kernels.write_kv, bass_lab.HuggingFaceHeuristic()))
 """
 
 
@@ -175,7 +175,7 @@ def test_type_checker_finds_the_installed_packages(tmp_path, build):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     found = re.search(r'Revealed type is "tuple\[(.*)\]"', done.stdout)[1]
-    assert re.fullmatch(r"int, def \(key_states: .*\), bass_lab\.[a-z_.]+\.SVIP", found)
+    assert re.fullmatch(r"int, def \(key_states: .*\), bass_lab\.[a-z_.]+\.HuggingFaceHeuristic", found)
 
 
 def test_version_licence_and_citation():

@@ -54,7 +54,7 @@ def test_distribution_of_a_row(policy, rule):
     ("policy", "rule"),
     [
         ("per row", "block"),
-        pytest.param("svip", "block", marks=pytest.mark.ci),
+        pytest.param("stops at a count", "block", marks=pytest.mark.ci),
     ],
 )
 def test_joint_distribution_of_two_rows(policy, rule):

@@ -8,7 +8,7 @@ import pytest
 import recording
 import torch
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
-from trial_policies import TakingTurns
+from trial_policies import StopWhenUnsure, TakingTurns
 
 import bass_core as bass
 import bass_lab as lab
@@ -115,7 +115,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), lab.SVIP(limit=4)], ids=str)
+@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), StopWhenUnsure(4)], ids=str)
 def test_captured_steps_equal_eager_steps(sampling, policy):
     pair = pair_on_gpu()
     expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))

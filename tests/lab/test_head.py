@@ -61,19 +61,6 @@ def test_command_trains_a_head_that_drafts(tmp_path):
     assert out.trace.summary()["alpha"] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--minutes", "0.1"], "--output"),
-        (["--minutes", "-1", "--output", "x"], "--minutes"),
-        (["--minutes", "0.1", "--output", "x", "--texts", "none.txt"], "none.txt"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    done = invoke("head", *options)
-    assert done.exit_code == 2 and message in done.stderr
-
-
 def test_texts_without_tokenizer_are_refused():
     with pytest.raises(ValueError, match="the target has no tokenizer"):
         head.train_head(bass.ModelPair(tiny_model()), "unused", minutes=0.1)

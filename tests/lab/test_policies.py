@@ -4,8 +4,7 @@ import torch
 from trial_policies import CHEAP
 
 import bass_core as bass
-import bass_lab as lab
-from bass_core.policies.protocol import RowsView, Signals
+from bass_core.policies.protocol import RowsView
 from bass_lab.policies import Objective
 from bass_lab.policies.objective import first_finished, last_finished
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -18,13 +17,6 @@ def rows(remaining=(99, 99)):
 
 
 ROWS = rows()
-
-
-def test_svip_stops_rows_at_its_bound():
-    entropy = torch.tensor([0.0, 0.2, 0.6, 0.61, 0.8, 0.81, 3.0], dtype=torch.float64)
-    asked = Signals(0, entropy, entropy, torch.ones(7, dtype=torch.bool))
-    # sqrt(0.15 H) <= 0.3 up to H = 0.6
-    assert lab.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
 
 
 def test_stop_before_the_last_draft_spares_a_pass():

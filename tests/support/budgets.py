@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 8470,
-    "core": 10_300,
+    "thin core": 8490,
+    "core": 10_290,
     "core files": 47,
-    "tests": 28_230,
-    "all": 66_790,
+    "tests": 28_235,
+    "all": 66_990,
 }  # current values, to be lowered
 
 

@@ -102,5 +102,4 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
         "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
         "objective": lambda: Objective(CHEAP, limit=limit, weights=first_finished(4)),
         "stops at a count": lambda: StopWhenUnsure(limit, counts=True),
-        "svip": lambda: lab.SVIP(limit=limit, bound=0.3),
     }

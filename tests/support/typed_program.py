@@ -49,8 +49,7 @@ reveal_type((bass.stream(pair, "a"), bass.astream(pair, "a"), asyncio.run(pieces
 reveal_type((bass.SamplingParams(temperature=0.5), bass.SamplingParams().greedy))
 
 costs = bass.CostModel.load("costs.json")
-policies = [bass.Goodput(costs), bass.BassHeuristic(), bass.FixedLength(3), lab.SVIP()]
-policies += [lab.HuggingFaceHeuristic()]
+policies = [bass.Goodput(costs), bass.BassHeuristic(), bass.FixedLength(3), lab.HuggingFaceHeuristic()]
 reveal_type((costs, bass.costs_for(pair), policies))
 with bass.Session(pair, max_batch_size=4, draft_length=policies[0]) as session:
     handle = session.submit([{"role": "user", "content": "a"}], max_new_tokens=8, deadline=2.0)
