@@ -193,7 +193,7 @@ class Runner:
         ends = (starts + count).clamp(max=self.capacity)
         positions, kv_slots = _within(_following(starts, count), ends, self.cache.scratch_kv_slot)
         where, seen = (positions, kv_slots, starts, ends), (range(len(starts)), max(kv_lengths), self.cache.kv_slots)
-        return Pass(*where, *seen, kv_lengths, starts_host=[int(start) for start in starts_host]).columns()
+        yield from Pass(*where, *seen, kv_lengths, starts_host=[int(start) for start in starts_host]).columns()
 
     def feed_last(
         self,
