@@ -60,7 +60,7 @@ class FeatureHead(LlamaPreTrainedModel):
 
     def attached(self, target: PreTrainedModel) -> FeatureHead:
         """Return the feature head with this target's embeddings and head (shared weights). Raises ValueError for a
-        target of different width."""
+        target of different width, or without the ids of the draft vocabulary."""
         config, width = target.config.get_text_config(), target.get_input_embeddings().weight.shape[-1]
         if not width == config.hidden_size == self.config.hidden_size:
             raise ValueError(
@@ -74,10 +74,14 @@ class FeatureHead(LlamaPreTrainedModel):
         return mine
 
     def borrow(self, target: PreTrainedModel) -> None:
-        """Use this target's embeddings and head."""
+        """Use this target's embeddings and head. Raises ValueError without the ids of the draft vocabulary."""
         out = target.get_output_embeddings()
         vars(self).update(borrowed=(target.get_input_embeddings(), out), predicted=None)
         if self.config.draft_vocab_size is not None:
+            if (largest := int(self.draft_ids.max())) >= len(out.weight):
+                raise ValueError(
+                    f"a feature head that drafts id {largest} does not fit a target of {len(out.weight)} ids"
+                )
             self.rows = out.weight.detach()[self.draft_ids], None if out.bias is None else out.bias[self.draft_ids]
 
     def draft_logits(self, states: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ class FeatureHead(LlamaPreTrainedModel):
         self.predicted = self.states(input_ids, features, position_ids=position_ids, cache=cache, **options)
         logits = self.draft_logits(self.predicted[:, -logits_to_keep:])
         if self.rows is not None:
-            every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+            every = logits.new_full((*logits.shape[:-1], len(self.borrowed[1].weight)), -torch.inf)
             logits = every.index_copy(-1, self.draft_ids, logits)
         return CausalLMOutputWithPast(logits=logits)
 

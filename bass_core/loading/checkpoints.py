@@ -37,6 +37,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from bass_core.model import transformers_internals as internals
+from bass_core.model.fused_projections import arrange
 
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; transformers computes it
 REPEATS = {  # greatest integer in config fields that multiply lists or modules
@@ -96,7 +97,9 @@ def load_model(
     for key, tensor in model.state_dict().items():
         if not all(_is_finite(plain) for plain in plain_tensors(tensor)):
             raise ValueError(f"{str(name)!r} has NaN or infinite values in {key}; the checkpoint is damaged")
-    return (model if quantized else model.to(device)).eval()
+    if not quantized and model.to(device).device.type == "cpu":
+        arrange(model)  # now, because later the owner may hold other tensors of these weights
+    return model.eval()
 
 
 def _is_finite(tensor: Tensor) -> bool:

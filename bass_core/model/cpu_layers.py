@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bass_core import environment
 from bass_core.model.cache import RaggedCache
 from bass_core.model.forward_pass import Pass, current_pass
-from bass_core.model.fused_projections import Group, arrange, whole
+from bass_core.model.fused_projections import whole
 from bass_core.model.patching import Change, is_plain, is_touched, written_in
 from bass_core.model.transformers_internals import CACHE, ROTATE
 
@@ -32,6 +33,10 @@ STREAMED = 2**23  # bytes of weights beyond any CPU cache; below this size `line
 SMALL = 2**15  # up to so many elements of a weight, `linear` is the fastest for a single row
 FEW = (*range(1, 12), 16)  # rows for which weights times tokens beat `linear`; 12 to 15 take longer than 16
 LARGE = 2**22  # multiplications; from so many on, oneDNN repays the call
+
+
+LAYERS = "LlamaDecoderLayer", "Qwen2DecoderLayer"  # classes of transformers that run as a whole
+Weights = list[tuple[Tensor, Tensor | None]]  # weight and bias of each product
 
 
 def faster_than_linear(processor: str) -> bool:
@@ -46,10 +51,12 @@ class FasterLayers:
     """The faster operators of a model. Modules with hooks, another class or a replaced `forward` stay unchanged."""
 
     def __init__(self, model: nn.Module, joint: bool = True):
-        """joint: run Llama-like layers as a whole. The path `eager` calls the layers' own attention."""
+        """joint: run layers of Llama and Qwen2 as a whole. The path `eager` calls the layers' own attention."""
         streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
         multiply = product if streamed else _linear
-        self.layers = _whole_layers(model, multiply) if joint else []
+        known = [each for each in model.modules() if joint and _is_known(each)]
+        self.layers = [whole for layer in known if (whole := WholeLayer(layer, multiply)).is_plain]
+        self.kinds = {type(each.layer): each.layer for each in self.layers}  # a layer of each class
         inside = {part for each in self.layers for part in each.layer.modules()}
         self.parts: list[Change] = []
         for module in model.modules():
@@ -63,6 +70,9 @@ class FasterLayers:
     def changes(self) -> list[Change]:
         """Return the changes (`patching.changed`) that install these operators now."""
         parts = [change for change in self.parts if "forward" not in change[0]]
+        hooked = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
+        if hooked or not all(map(_is_known, self.kinds.values())):
+            return parts
         return parts + [(vars(each.layer), "forward", each) for each in self.layers if each.is_unchanged()]
 
 
@@ -120,12 +130,12 @@ def _is_theirs(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _whole_norm(module: nn.Module) -> Callable:
-    forward, parameters, shape = module.forward, module._parameters, module.weight.shape
+    forward, shape = module.forward, module.weight.shape
 
     def whole(x: Tensor, *more, **options) -> Tensor:
         if x.dtype != torch.float32 or more or options:
             return forward(x, *more, **options)
-        return F.rms_norm(x, shape, parameters["weight"], module.variance_epsilon)
+        return F.rms_norm(x, shape, module.weight, module.variance_epsilon)
 
     return whole
 
@@ -134,32 +144,39 @@ def _whole_norm(module: nn.Module) -> Callable:
 
 
 class WholeLayer:
-    """The `forward` of a Llama-like layer in few operators: joint products of sibling projections, one rotation of
-    queries and keys, and no calls of modules. Passes outside a session run the layer's own `forward`."""
+    """The `forward` of a Llama-like layer in few operators: one product of adjacent sibling projections, one rotation
+    of queries and keys, and no calls of modules. Passes outside a session run the layer's own `forward`."""
 
-    def __init__(self, layer: nn.Module, siblings: list[Group], multiply: Callable[..., Tensor]):
-        self.layer, self.attention, self.multiply = layer, layer.self_attn, multiply
+    def __init__(self, layer: nn.Module, multiply: Callable[..., Tensor]):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer, self.kind, self.attention, self.multiply = layer, type(layer), attention, multiply
+        siblings = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+        linear = [part for group in (*siblings, [attention.o_proj, mlp.down_proj]) for part in group]
+        self.is_plain = all(map(is_plain, linear)) and not any(map(is_touched, layer.modules()))
         parts = [(parent, name, part) for parent in layer.modules() for name, part in parent._modules.items()]
-        self._parts = [(parent._modules, name, part) for parent, name, part in parts]
-        linear = [part for group in siblings for part in group] + [layer.self_attn.o_proj, layer.mlp.down_proj]
+        self._parts = [(parent._modules, name, part, type(part)) for parent, name, part in parts]
         tables = [(part._parameters, name) for part in linear for name in part._parameters]
         self._weights = [(table, name, _address(table[name])) for table, name in tables]
-        self.qkv, self.gate_up = (
-            (whole([part.weight for part in group]), None if group[0].bias is None else whole([p.bias for p in group]))
-            for group in siblings
-        )
-        self.out, self.down = ((part.weight, part.bias) for part in (layer.self_attn.o_proj, layer.mlp.down_proj))
+        self.qkv, self.gate_up = map(_joint, siblings)
+        self.out, self.down = ((part.weight, part.bias) for part in linear[-2:])
         norms = layer.input_layernorm, layer.post_attention_layernorm
         self.first_norm, self.second_norm = (_whole_norm(n) if _is_rms_norm(n) else n.forward for n in norms)
-        self.activation, self.size = layer.mlp.act_fn.forward, layer.self_attn.head_dim
-        self.heads, kv_heads = (len(siblings[0][i].weight) // self.size for i in (0, 1))
+        self.activation, self.size = mlp.act_fn.forward, attention.head_dim
+        self.heads, kv_heads = (part.out_features // self.size for part in linear[:2])
         self.rotating = self.heads + kv_heads
 
     def is_unchanged(self) -> bool:
-        """Return True if the owner has added no hook, replaced no module and moved no weight."""
-        same = all(table.get(name) is part and not is_touched(part) for table, name, part in self._parts)
+        """Return True if the owner has added no hook, replaced no module or class, and moved no weight."""
+        same = all(
+            table.get(name) is part and type(part) is kind and not is_touched(part)
+            for table, name, part, kind in self._parts
+        )
         here = all(_address(table.get(name)) == address for table, name, address in self._weights)
-        return same and here and "forward" not in vars(self.layer)
+        return same and here and type(self.layer) is self.kind and "forward" not in vars(self.layer)
+
+    def _products(self, x: Tensor, weights: Weights) -> Tensor:
+        found = [self.multiply(x, *each) for each in weights]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def __call__(self, hidden_states: Tensor, *arguments, position_embeddings=None, **options) -> Tensor:
         current, cache = current_pass(), options.get(CACHE)
@@ -167,7 +184,7 @@ class WholeLayer:
             options["position_embeddings"] = position_embeddings
             return type(self.layer).forward(self.layer, hidden_states, *arguments, **options)
         rows, width, _ = hidden_states.shape
-        x = self.multiply(self.first_norm(hidden_states), *self.qkv)
+        x = self._products(self.first_norm(hidden_states), self.qkv)
         heads = x.view(rows, width, -1, self.size).transpose(1, 2)  # [B, H + 2 H_kv, Q, D]
         rotated = _rotated(heads[:, : self.rotating], *current.once(_factors, *position_embeddings))
         new = rotated[:, self.heads :], heads[:, self.rotating :]
@@ -176,27 +193,20 @@ class WholeLayer:
         how = {"scaling": self.attention.scaling, "sliding_window": getattr(self.attention, "sliding_window", None)}
         out, _ = attend(self.attention, rotated[:, : self.heads], keys, values, None, **how)
         hidden_states = hidden_states + self.multiply(out.reshape(rows, width, -1), *self.out)
-        gate, up = self.multiply(self.second_norm(hidden_states), *self.gate_up).chunk(2, -1)
+        gate, up = self._products(self.second_norm(hidden_states), self.gate_up).chunk(2, -1)
         return hidden_states + self.multiply(self.activation(gate) * up, *self.down)
 
 
-def _address(weight: nn.Parameter | None) -> int:
-    return 0 if weight is None else weight.data_ptr()
+def _address(weight: nn.Parameter | None) -> tuple | None:
+    return None if weight is None else (weight.data_ptr(), weight.stride())
 
 
-LAYERS = "LlamaDecoderLayer", "Qwen2DecoderLayer"
-
-
-def _whole_layers(model: nn.Module, multiply: Callable[..., Tensor]) -> list[WholeLayer]:
-    layers = [each for each in model.modules() if _is_known(each)]
-    groups = {id(group[0]): group for group in arrange(model)} if layers else {}
-    found = []
-    for layer in layers:
-        siblings = [groups.get(id(first)) for first in (layer.self_attn.q_proj, layer.mlp.gate_proj)]
-        others = layer.self_attn.o_proj, layer.mlp.down_proj
-        if all(siblings) and all(map(is_plain, others)) and not any(map(is_touched, layer.modules())):
-            found.append(WholeLayer(layer, siblings, multiply))
-    return found
+def _joint(group: Sequence[nn.Linear]) -> Weights:
+    """Return weight and bias of a single product if the weights are adjacent, or of each module."""
+    weights, biases = [part.weight for part in group], [part.bias for part in group]
+    weight, bias = whole(weights), None if None in biases else whole(biases)
+    is_one = weight is not None and all((each is None) == (bias is None) for each in biases)
+    return [(weight, bias)] if is_one else list(zip(weights, biases, strict=True))
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -98,17 +98,10 @@ class Pass:
         for at in range(self.positions.shape[1]):
             column, begins = slice(at, at + 1), [start + at for start in self.starts_host]
             kv_lengths = [min(begin + 1, end) for begin, end in zip(begins, self.kv_lengths, strict=True)]
+            where = self.positions[:, column], self.kv_slots[:, column]
             starts = self.starts + at
-            found = Pass(
-                self.positions[:, column],
-                self.kv_slots[:, column],
-                starts,
-                torch.minimum(starts + 1, self.ends),
-                self.batch_slots,
-                max(kv_lengths),
-                self.row_kv_slots,
-                kv_lengths,
-            )
+            ends = torch.minimum(starts + 1, self.ends)
+            found = Pass(*where, starts, ends, self.batch_slots, max(kv_lengths), self.row_kv_slots, kv_lengths)
             found.starts_host, found.whole, found.at = begins, self, at
             yield found
 

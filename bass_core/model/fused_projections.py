@@ -2,7 +2,8 @@
 
 The siblings are the query, key and value projections, and the gate and up projections of an MLP. `arrange` moves their
 weights into a shared tensor and makes the model's parameters views of this tensor. Parameter objects and values stay
-the same, no second copy remains, and nothing has to be restored.
+the same, and no second copy remains. Other tensors on the old memory, such as an earlier `state_dict`, are no longer
+updated. On a CPU, `load_pair` therefore arranges models, and sessions leave weights where they are.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
 
 
 def _is_alone(parameter: nn.Parameter) -> bool:
-    """Return True if the parameter is alone in its storage, and no other process shares the storage."""
-    return parameter.untyped_storage().nbytes() == parameter.nbytes and not (parameter.is_cpu and parameter.is_shared())
+    """Return True if the parameter is alone in its storage."""
+    return parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def _place(parameter: Tensor) -> tuple[int, int]:

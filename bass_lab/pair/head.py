@@ -11,19 +11,22 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bass_core.drafters import FeatureHead
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.model.architectures import context_length
 from bass_lab.pair.feature_head import new_head, save_head, unrolled, unrolled_loss
 from bass_lab.pair.fitting import Teacher, optimizers_of, update, workers
 
-LENGTH, PROMPT = 256, 32  # tokens of a text, and the most tokens of its beginning
+LENGTH, PROMPT = 256, 32  # most tokens of a text, and of the part that comes from the user's texts
 ROWS = 64  # texts written at once
 WRITING = 0.3  # share of the time
 WRITTEN_AT = (1.0, 0.4)  # temperatures
@@ -54,13 +57,18 @@ def train_head(
     texts: beginnings for the target's texts; None: the chat template or an empty text. vocabulary: most ids to draft.
 
     Returns written and trained tokens with tokens per second, the number of draft ids, acceptance by position,
-    tokens_per_step, memory_gb and seconds. Raises ValueError without a tokenizer and for empty texts.
+    tokens_per_step, memory_gb and seconds. Raises ValueError without a tokenizer, for empty texts, and for other dtypes than float32
+    and bfloat16.
     """
-    started, limit = time.monotonic(), 60 * minutes
+    started, limit, target = time.monotonic(), 60 * minutes, pair.target
+    if target.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"a head is trained in float32 or bfloat16, but the target has {target.dtype}; use dtype=")
     torch.manual_seed(seed)
-    written, speed = write_texts(pair, beginnings(pair.tokenizer, texts), WRITING * limit, seed, say)
+    length = min(LENGTH, context_length(target) or LENGTH)
+    starts = beginnings(pair.tokenizer, texts, length // 2)
+    written, speed = write_texts(pair, starts, length, WRITING * limit, seed, say)
     held = min(HELD_OUT, -(-len(written) // HELD_OUT))
-    target, ids = pair.target, frequent(written, vocabulary, pair.target.get_output_embeddings().weight.shape[0])
+    ids = frequent(written, vocabulary, target.get_output_embeddings().weight.shape[0])
     head = new_head(target, _sizes(target, ids))
     if ids is not None:
         head.draft_ids.copy_(ids)
@@ -80,31 +88,41 @@ def train_head(
     }
 
 
-def beginnings(tokenizer: PreTrainedTokenizerBase | None, texts: list[str] | None) -> list[Tensor]:
-    """Return token ids with which the target's texts begin. Raises ValueError without tokenizer or with empty texts."""
+def beginnings(tokenizer: PreTrainedTokenizerBase | None, texts: list[str] | None, most: int) -> list[Tensor]:
+    """Return token ids with which the target's texts begin, at most `most` of each. Raises ValueError without tokenizer
+    or with empty texts."""
     if tokenizer is None:
         raise ValueError("the target has no tokenizer; add one to its folder")
-    if texts is None and tokenizer.chat_template:
-        mark = "\N{SNOWMAN}"
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).split(mark)[0]]
-    first = [each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None][:1]
-    if texts is None:
-        return [torch.tensor(first or [0])]
-    found = [ids for text in texts if (ids := tokenizer(text, add_special_tokens=False).input_ids)]
-    if not found:
-        raise ValueError("the texts are empty; write one text per line")
-    return [torch.tensor(ids[:PROMPT]) if len(texts) > 1 else torch.tensor(ids) for ids in found]
+    if texts is not None:
+        found = [ids for text in texts if (ids := tokenizer(text, add_special_tokens=False).input_ids)]
+        if not found:
+            raise ValueError("the texts are empty; write one text per line")
+        return [torch.tensor(ids[: min(PROMPT, most)]) for ids in found]
+    opening = _opening(tokenizer) if tokenizer.chat_template else ""
+    first = [each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if each is not None][:1]
+    return [torch.tensor(tokenizer(opening, add_special_tokens=False).input_ids[-most:] or first)]
 
 
-def write_texts(pair: ModelPair, starts: list[Tensor], seconds: float, seed: int, say: Say) -> tuple[Tensor, float]:
-    """Return texts of the target, [N, LENGTH], and the tokens per second. At least one batch is written."""
+def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the chat template before the first user message, empty if the template refuses one."""
+    mark = "\N{SNOWMAN}"
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)[0]
+    except TemplateError:
+        return ""
+
+
+def write_texts(
+    pair: ModelPair, starts: list[Tensor], length: int, seconds: float, seed: int, say: Say
+) -> tuple[Tensor, float]:
+    """Return texts of the target, [N, length], and the tokens per second. At least one batch is written."""
     alone, began, parts = ModelPair(pair.target), time.monotonic(), []
     while not parts or time.monotonic() - began < seconds * len(parts) / (len(parts) + 1):
         ids = [starts[(len(parts) * ROWS + row) % len(starts)] for row in range(ROWS)]
         out = generate(
             alone,
             ids,
-            max_new_tokens=LENGTH - min(map(len, ids)),
+            max_new_tokens=length - min(map(len, ids)),
             temperature=WRITTEN_AT[len(parts) % len(WRITTEN_AT)],
             draft_length=0,
             eos_token_id=(),
@@ -112,7 +130,7 @@ def write_texts(pair: ModelPair, starts: list[Tensor], seconds: float, seed: int
             trace="off",
         )
         rows = zip(ids, out.sequences, strict=True)
-        parts.append(torch.stack([torch.cat([start, row])[:LENGTH] for start, row in rows]))
+        parts.append(torch.stack([torch.cat([start, row])[:length] for start, row in rows]))
     took = time.monotonic() - began
     written = torch.cat(parts)[torch.randperm(len(parts) * ROWS)]
     say(f"the target wrote {len(written)} texts, {written.numel() / took:.0f} tokens/s")
@@ -129,9 +147,9 @@ def frequent(written: Tensor, most: int, vocabulary: int) -> Tensor | None:
 def _sizes(target, ids: Tensor | None) -> dict:
     """Return the sizes of a layer like the target's own, and the draft vocabulary."""
     of = target.config.get_text_config()
-    names = "num_attention_heads", "num_key_value_heads", "intermediate_size"
-    size = getattr(of, "head_dim", None) or of.hidden_size // of.num_attention_heads
-    sizes = {name: getattr(of, name) for name in names} | {"head_dim": size}
+    heads, wide = of.num_attention_heads, getattr(of, "intermediate_size", None) or 4 * of.hidden_size
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": getattr(of, "num_key_value_heads", None) or heads}
+    sizes |= {"intermediate_size": wide, "head_dim": getattr(of, "head_dim", None) or of.hidden_size // heads}
     return sizes | ({} if ids is None else {"draft_vocab_size": len(ids)})
 
 
@@ -149,7 +167,7 @@ class _Training:
         threads = torch.get_num_threads() if self.texts.device.type == "cpu" else 1
         steps = tokens = worse = 0
         best, best_weights, asked = self.acceptance(), None, began
-        with workers(threads) as pool:
+        with workers(threads) as pool, suppress(KeyboardInterrupt):  # the best weights so far are written
             while (now := time.monotonic()) < end and worse < PATIENCE:
                 windows = self.texts[torch.randint(0, len(self.texts), (BATCH,), generator=generator)]
                 progress = (now - began) / (end - began)

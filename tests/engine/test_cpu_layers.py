@@ -1,13 +1,16 @@
 import pytest
 import torch
 from cpu_models import PROMPTS, logits, model, texts
+from safetensors.torch import save_model
 from tiny import greedy_alone, ragged_prompts
 from torch import nn
+from torch.nn.modules import module as module_hooks
 from transformers.models.llama import modeling_llama
 
 import bass_core as bass
 from bass_core.model import cpu_layers
 from bass_core.model.cpu_layers import FasterLayers, product
+from bass_core.model.fused_projections import arrange
 from bass_core.model.patching import changed
 from bass_core.model.runner import Runner
 
@@ -147,31 +150,80 @@ class Halved(nn.Module):
         return weight / 2
 
 
-def halved(part):
-    nn.utils.parametrize.register_parametrization(part.down_proj, "weight", Halved())
-    return part
+def halved(module, part):
+    nn.utils.parametrize.register_parametrization(module.get_submodule(part), "weight", Halved())
+    return module
+
+
+class Doubled(modeling_llama.LlamaDecoderLayer):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Tripled(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def transposed(own):
+    weight = own.model.layers[0].self_attn.q_proj.weight
+    return weight, "data", weight.data.t()
+
+
+def on_every_module(own):
+    part = own.model.layers[0].mlp.up_proj
+    return module_hooks, "_global_forward_hooks", {0: lambda module, args, out: 2 * out if module is part else None}
 
 
 OWNERS = {
-    "replaced rotation": doubled,
-    "replaced class": lambda own: (modeling_llama.LlamaMLP, "forward", lambda self, x: 2 * self.up_proj(x)[..., :32]),
-    "new hook": lambda own: (own.model.layers[0].mlp.up_proj, "_forward_hooks", {0: lambda part, args, out: 2 * out}),
-    "replaced module": lambda own: (own.model.layers[1].mlp, "act_fn", nn.ReLU()),
-    "parametrized weight": lambda own: (own.model.layers[0], "mlp", halved(own.model.layers[0].mlp)),
-    "new weight": lambda own: (own.model.layers[1].mlp.down_proj, "weight", nn.Parameter(torch.randn(32, 48))),
+    "rotation of the file": doubled,
+    "class of the file": lambda own: (
+        modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: 2 * self.up_proj(x)[..., :32],
+    ),
+    "class": lambda own: (own.model.layers[1].mlp, "__class__", Tripled),
+    "class of a layer": lambda own: (own.model.layers[1], "__class__", Doubled),
+    "hook": lambda own: (own.model.layers[0].mlp.up_proj, "_forward_hooks", {0: lambda part, args, out: 2 * out}),
+    "global hook": on_every_module,
+    "module": lambda own: (own.model.layers[1].mlp, "act_fn", nn.ReLU()),
+    "parametrized weight": lambda own: (own.model.layers[0], "mlp", halved(own.model.layers[0].mlp, "down_proj")),
+    "parametrized norm": lambda own: (own.model, "layers", halved(own.model.layers, "0.input_layernorm")),
+    "parametrized last norm": lambda own: (own, "model", halved(own.model, "norm")),
+    "weight": lambda own: (own.model.layers[1].mlp.down_proj, "weight", nn.Parameter(torch.randn(32, 48))),
     "moved weight": lambda own: (own.model.layers[1].self_attn.k_proj.weight, "data", torch.randn(16, 32)),
+    "transposed weight": transposed,
 }
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_changes_of_the_owner_count(monkeypatch, owner):
+@pytest.mark.parametrize("adjacent", [False, True], ids=["apart", "adjacent"])
+def test_changes_of_the_owner_count(monkeypatch, owner, adjacent):
+    """The owner replaces something while a runner is open. Another runner begins afterwards."""
     own, ids = model(), torch.stack(ragged_prompts(9))
+    if adjacent:
+        arrange(own)
     feed = [ids, torch.zeros(1, dtype=int), [9]]
     with torch.inference_mode(), Runner(own, "pad", 1, 20) as before:
+        assert len(before.layers.faster.layers[0].qkv) == (1 if adjacent else 3)
+        first = before.feed(*feed, starts_host=[0])
         monkeypatch.setattr(*OWNERS[owner](own))
         with Runner(own, "pad", 1, 20) as after:
-            for runner in (after, before)[: 1 + owner.endswith(("module", "weight", "hook"))]:
-                torch.testing.assert_close(runner.feed(*feed, starts_host=[0]), own(ids).logits)
+            for runner in (before, after):
+                found = runner.feed(*feed, starts_host=[0])
+                torch.testing.assert_close(found, own(ids).logits)
+                assert not torch.equal(found, first)
+
+
+def test_sessions_leave_weights_where_they_are(tmp_path):
+    own = model()
+    kept, before = own.state_dict(), {name: each.data_ptr() for name, each in own.named_parameters()}
+    texts(bass.ModelPair(own))
+    assert {name: each.data_ptr() for name, each in own.named_parameters()} == before
+    with torch.no_grad():
+        own.lm_head.weight.mul_(2)
+    assert torch.equal(kept["lm_head.weight"], own.lm_head.weight)
+    save_model(own, tmp_path / "own.safetensors")
 
 
 @pytest.mark.usefixtures("of_any_size")

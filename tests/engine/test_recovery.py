@@ -14,7 +14,6 @@ import bass_core as bass
 from bass_core.exactness import randomness, sampling
 from bass_core.loop.rows import Rows
 from bass_core.model.forward_pass import Pass, current_pass
-from bass_core.model.fused_projections import arrange
 
 
 def states(pair: bass.ModelPair) -> list[dict]:
@@ -61,10 +60,7 @@ PHASES = {
 
 @pytest.fixture
 def fresh_pair() -> bass.ModelPair:
-    pair = disturbed_pair()
-    for model in pair.models:
-        arrange(model)  # the first session of a model moves weights; all others leave every weight where it was
-    return pair
+    return disturbed_pair()
 
 
 @pytest.fixture

@@ -124,5 +124,7 @@ def test_models_on_a_gpu_are_arranged_before_a_session_records():
     """A session that compiles later would otherwise move the weights of a captured graph."""
     own = model()
     before = storages(own)
+    Runner(own, "pad", 1, layers=Execution().layers(torch.device("cpu")))
+    assert storages(own) == before
     Runner(own, "pad", 1, layers=Execution().layers(torch.device("cuda")))
     assert storages(own) != before

@@ -6,7 +6,7 @@ import pytest
 import torch
 from commands import invoke
 from cpu_models import model
-from tiny import byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
+from tiny import BYTES, CONTEXT, byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
@@ -46,7 +46,9 @@ def test_reduced_vocabulary_is_drafted_alone_and_text_stays_exact(tmp_path, temp
 
 def test_most_frequent_ids_are_kept():
     written = torch.tensor([[5, 5, 2, 9], [9, 5, 2, 7]])
-    assert head.frequent(written, 3, 12).tolist() == [2, 5, 9] and head.frequent(written, 12, 12) is None
+    assert head.frequent(written, 3, 12).tolist() == [2, 5, 9]
+    assert head.frequent(written, 12, 12).tolist() == [2, 5, 7, 9]  # absent ids are left out
+    assert head.frequent(torch.arange(12), 12, 12) is None
 
 
 @pytest.mark.ci
@@ -61,8 +63,43 @@ def test_command_trains_a_head_that_drafts(tmp_path):
     assert out.trace.summary()["alpha"] > 0.1
 
 
-def test_texts_without_tokenizer_are_refused():
+def test_unfit_targets_and_texts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the target has no tokenizer"):
-        head.train_head(bass.ModelPair(tiny_model()), "unused", minutes=0.1)
+        head.train_head(bass.ModelPair(tiny_model()), tmp_path, minutes=0.1)
+    with pytest.raises(ValueError, match="but the target has torch"):
+        head.train_head(bass.ModelPair(tiny_model(dtype="float64")), tmp_path, minutes=0.1)
     with pytest.raises(ValueError, match="the texts are empty"):
-        head.beginnings(byte_tokenizer(), [])
+        head.beginnings(byte_tokenizer(), [], 9)
+    with pytest.raises(ValueError, match="drafts id 96 does not fit a target of 50 ids"):
+        new_head(tiny_model(), torch.arange(90, 97)).attached(tiny_model(vocab_size=50))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_head_of_any_architecture_is_trained(tmp_path, architecture):
+    """Also with a short context, a long beginning and a template that refuses the message."""
+    tokenizer, said = byte_tokenizer(), []
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    target = tiny_model(architecture, vocab_size=BYTES, dtype="float32")
+    for texts in (None, ["x" * 300]):
+        found = head.train_head(
+            bass.ModelPair(target, tokenizer=tokenizer), tmp_path, minutes=0.02, texts=texts, say=said.append
+        )
+        assert found["written_tokens"] % CONTEXT == 0 and found["tokens_per_step"] > 1
+    pair = bass.ModelPair(target, bass.FeatureDrafter(FeatureHead.from_pretrained(tmp_path, dtype=torch.float32)))
+    out = bass.generate(pair, ragged_prompts(4), max_new_tokens=8, draft_length=3, eos_token_id=())
+    assert out.sequences[0].tolist() == greedy_alone(target, ragged_prompts(4)[0], 8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        ("<u>{{ messages[0]['content'] }}", "<u>"),
+        ("{{ messages[0]['content'] }}", ""),
+        ("{{ raise_exception('no') }}", ""),
+    ],
+)
+def test_texts_begin_like_the_chat_template(template, opening):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    (ids,) = head.beginnings(tokenizer, None, 9)
+    assert tokenizer.decode(ids) == (opening or "<s>")
