@@ -79,9 +79,7 @@ class FeatureHead(LlamaPreTrainedModel):
         vars(self).update(borrowed=(target.get_input_embeddings(), out), predicted=None)
         if self.config.draft_vocab_size is not None:
             if (largest := int(self.draft_ids.max())) >= len(out.weight):
-                raise ValueError(
-                    f"a feature head that drafts id {largest} does not fit a target of {len(out.weight)} ids"
-                )
+                raise ValueError(f"a feature head that drafts id {largest} does not fit {len(out.weight)} ids")
             self.rows = out.weight.detach()[self.draft_ids], None if out.bias is None else out.bias[self.draft_ids]
 
     def draft_logits(self, states: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ def train_head(
     texts: beginnings for the target's texts; None: the chat template or an empty text. vocabulary: most ids to draft.
 
     Returns written and trained tokens with tokens per second, the number of draft ids, acceptance by position,
-    tokens_per_step, memory_gb and seconds. Raises ValueError without a tokenizer, for empty texts, and for other dtypes than float32
-    and bfloat16.
+    tokens_per_step, memory_gb and seconds. Ctrl-C ends the training early. Raises ValueError without a tokenizer, for
+    empty texts, and for other dtypes than float32 and bfloat16.
     """
     started, limit, target = time.monotonic(), 60 * minutes, pair.target
     if target.dtype not in (torch.float32, torch.bfloat16):

@@ -70,7 +70,7 @@ def test_unfit_targets_and_texts_are_refused(tmp_path):
         head.train_head(bass.ModelPair(tiny_model(dtype="float64")), tmp_path, minutes=0.1)
     with pytest.raises(ValueError, match="the texts are empty"):
         head.beginnings(byte_tokenizer(), [], 9)
-    with pytest.raises(ValueError, match="drafts id 96 does not fit a target of 50 ids"):
+    with pytest.raises(ValueError, match="drafts id 96 does not fit 50 ids"):
         new_head(tiny_model(), torch.arange(90, 97)).attached(tiny_model(vocab_size=50))
 
 
