@@ -16,12 +16,12 @@ Weights = Callable[[RowsView, float], np.ndarray]
 
 
 def first_finished(sharpness: float) -> Weights:
-    """Return weights that favour rows near their limit: (least remaining / remaining) ** sharpness."""
+    """Return weights for rows near their limit: (least remaining / remaining) ** sharpness."""
     return lambda rows, elapsed: (rows.remaining.min() / rows.remaining) ** sharpness
 
 
 def last_finished(sharpness: float) -> Weights:
-    """Return weights that favour rows far from their limit: (remaining / most remaining) ** sharpness."""
+    """Return weights for rows far from their limit: (remaining / most remaining) ** sharpness."""
     return lambda rows, elapsed: (rows.remaining / rows.remaining.max()) ** sharpness
 
 
