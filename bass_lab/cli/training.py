@@ -10,7 +10,8 @@ import typer
 from bass_lab.cli import common
 
 EXAMPLES = common.examples(
-    "bass head -t Qwen/Qwen2.5-Coder-7B --dtype bfloat16 --minutes 240 --output head",
+    "bass head -t Qwen/Qwen2.5-Coder-7B --dtype bfloat16 \\",
+    "    --minutes 240 --output head",
     "bass bench -t Qwen/Qwen2.5-Coder-7B -d head --dtype bfloat16",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -30,11 +31,13 @@ RESTED = 3  # runs with `Rest`
 
 
 class Repeat(NamedTuple):
-    """One run. seconds: `Clock.decoding_seconds`. steps: of the trace, empty for transformers."""
+    """One run. seconds: `Clock.decoding_seconds`. steps: of the trace, empty for transformers. draw: of the accepted
+    lengths."""
 
     seconds: float
     clock: Clock
     steps: pd.DataFrame
+    draw: int = 0
 
 
 class RepeatedWay(HasSession):
@@ -65,8 +68,9 @@ class RepeatedWay(HasSession):
             )
             self.session.reserve(max(map(len, prompts)) + new)
 
-    def once(self) -> Repeat:
-        """Decode the prompts."""
+    def once(self, draw: int | None = None) -> Repeat:
+        """Decode the prompts with this draw of accepted lengths, or with another draw than in earlier runs."""
+        draw = self.runs if draw is None else draw
         clock, trace = Clock(), Trace("steps")
         if self.session is None:
             with torch.inference_mode():
@@ -76,12 +80,12 @@ class RepeatedWay(HasSession):
         else:
             self.session.trace = trace
             for row, prompt in enumerate(self.prompts):
-                self.session.submit(prompt, max_new_tokens=self.new, row=row, seed=self.runs)
+                self.session.submit(prompt, max_new_tokens=self.new, row=row, seed=draw)
             with self.session.prepared():
                 while not self.session.idle:
                     clock.stepped(self.session.step())
         self.runs += 1
-        return Repeat(clock.decoding_seconds(one_by_one=self.way.method == "single"), clock, trace.steps)
+        return Repeat(clock.decoding_seconds(one_by_one=self.way.method == "single"), clock, trace.steps, draw)
 
     def warm_up(self) -> None:
         while self.runs < WARM_UPS:
@@ -103,9 +107,10 @@ class RepeatedWay(HasSession):
             longest = 2 * taken / counted[-1].steps.step.nunique()
             Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
             try:
+                draws = itertools.cycle([run.draw for run in counted])
                 for _ in range(WARM_UPS):
-                    self.once()
-                rested = counted_repeats(lambda _: self.once(), RESTED, lambda: self.recordings)
+                    self.once(counted[0].draw)
+                rested = counted_repeats(lambda _: self.once(next(draws)), RESTED, lambda: self.recordings)
                 counted = [run for run, _ in rested]
             finally:
                 Session.on_phase = None

@@ -147,7 +147,7 @@ def test_plan_has_every_method_of_the_records(quick):
     assert {way.draft for way in eight} >= {"best", "goodput", "algorithm 1"}
     assert {0.7, 0.8, USELESS} <= {way.alpha for way in many}
     batches = {batch for shape, batch in groups if shape == "paper-7.8b"}
-    assert batches == ({1, 8, 32} if quick else {1, 2, 4, 8, 16, 32})
+    assert batches == ({1, 8, 32, 64} if quick else {1, 2, 4, 8, 16, 32, 64})
     assert ("llama-3.1-8b", 8) in groups or quick
     assert all(ways[0] == REGULAR for ways in groups.values())
 

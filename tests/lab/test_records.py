@@ -76,7 +76,7 @@ def test_file_reached_twice_counts_once(tmp_path):
 
 SETTINGS = {"batch", "k", "max_new_tokens", "temperature", "seed", "repeats", "cores", "alpha", "context", "rows"}
 SETTINGS |= {"requests", "new_tokens", "max_batch_size", "heads", "kv_heads", "head_dim", "query_length", "kv_length"}
-SETTINGS |= {"total_kv", "columns", "inputs"}  # numbers that are not measured
+SETTINGS |= {"total_kv", "columns", "inputs", "draws"}  # numbers that are not measured
 
 
 def test_every_number_is_a_metric_with_a_unit_or_a_setting():
