@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from bass_core.gpu.graphs import unwatched
 from bass_core.model.architectures import layers_of
 from bass_core.model.cache import RaggedCache, RaggedLayer
-from bass_core.model.fused_projections import Group, arrange, whole
+from bass_core.model.fused_projections import Group, arrange, joint
 from bass_core.model.patching import Change, changed
 from bass_core.model.runner import Layers
 
@@ -57,13 +57,12 @@ class CompiledLayers(LaunchedLayers):
 def together(group: Group) -> list[Change]:
     """Return changes for `patching.changed` to compute the group as a single product. Returns no changes if the weights
     are not adjacent any more or a module's forward is replaced."""
-    weight = whole([part.weight for part in group])
-    bias = None if group[0].bias is None else whole([part.bias for part in group])
-    if weight is None or (bias is None) != (group[0].bias is None) or any("forward" in vars(part) for part in group):
+    one = joint(group)
+    if one is None or any("forward" in vars(part) for part in group):
         return []
     changes, first = [], 0
     for part in group:
-        own = {"_whole": (weight, bias), "_first": first, "forward": types.MethodType(_part, part)}
+        own = {"_whole": one, "_first": first, "forward": types.MethodType(_part, part)}
         changes += [(vars(part), name, value) for name, value in own.items()]
         first += part.out_features
     return changes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bass_core import environment
 from bass_core.model.cache import RaggedCache
 from bass_core.model.forward_pass import Pass, current_pass
-from bass_core.model.fused_projections import whole
+from bass_core.model.fused_projections import joint
 from bass_core.model.patching import Change, is_plain, is_touched, written_in
 from bass_core.model.transformers_internals import CACHE, ROTATE
 
@@ -50,12 +50,12 @@ FASTER = faster_than_linear(environment.processor())
 class FasterLayers:
     """The faster operators of a model. Modules with hooks, another class or a replaced `forward` stay unchanged."""
 
-    def __init__(self, model: nn.Module, joint: bool = True):
-        """joint: run layers of Llama and Qwen2 as a whole. The path `eager` calls the layers' own attention."""
+    def __init__(self, model: nn.Module, whole: bool = True):
+        """whole: run layers of Llama and Qwen2 as a whole. The path `eager` calls the layers' own attention."""
         streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
         multiply = product if streamed else _linear
-        known = [each for each in model.modules() if joint and _is_known(each)]
-        self.layers = [whole for layer in known if (whole := WholeLayer(layer, multiply)).is_plain]
+        known = [each for each in model.modules() if whole and _is_known(each)]
+        self.layers = [each for layer in known if (each := WholeLayer(layer, multiply)).is_plain]
         self.kinds = {type(each.layer): each.layer for each in self.layers}  # a layer of each class
         inside = {part for each in self.layers for part in each.layer.modules()}
         self.parts: list[Change] = []
@@ -157,7 +157,9 @@ class WholeLayer:
         self._parts = [(parent._modules, name, part, type(part)) for parent, name, part in parts]
         tables = [(part._parameters, name) for part in linear for name in part._parameters]
         self._weights = [(table, name, _address(table[name])) for table, name in tables]
-        self.qkv, self.gate_up = map(_joint, siblings)
+        self.qkv, self.gate_up = (  # a single product if the weights are adjacent, or one for each module
+            [one] if (one := joint(group)) else [(part.weight, part.bias) for part in group] for group in siblings
+        )
         self.out, self.down = ((part.weight, part.bias) for part in linear[-2:])
         norms = layer.input_layernorm, layer.post_attention_layernorm
         self.first_norm, self.second_norm = (_whole_norm(n) if _is_rms_norm(n) else n.forward for n in norms)
@@ -199,14 +201,6 @@ class WholeLayer:
 
 def _address(weight: nn.Parameter | None) -> tuple | None:
     return None if weight is None else (weight.data_ptr(), weight.stride())
-
-
-def _joint(group: Sequence[nn.Linear]) -> Weights:
-    """Return weight and bias of a single product if the weights are adjacent, or of each module."""
-    weights, biases = [part.weight for part in group], [part.bias for part in group]
-    weight, bias = whole(weights), None if None in biases else whole(biases)
-    is_one = weight is not None and all((each is None) == (bias is None) for each in biases)
-    return [(weight, bias)] if is_one else list(zip(weights, biases, strict=True))
 
 
 def _is_known(layer: nn.Module) -> bool:

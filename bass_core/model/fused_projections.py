@@ -34,6 +34,14 @@ def arrange(model: nn.Module) -> list[Group]:
     return found
 
 
+def joint(group: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight and bias of the group as a single product, or None if the parameters are not adjacent."""
+    biases = [part.bias for part in group]
+    weight, bias = whole([part.weight for part in group]), None if None in biases else whole(biases)
+    fits = weight is not None and all((each is None) == (bias is None) for each in biases)
+    return (weight, bias) if fits else None
+
+
 def _arranged(group: Group, users: Counter) -> bool:
     """Make the parameters of a group adjacent if possible. Return True if the parameters are adjacent."""
     if len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in group}) > 1:

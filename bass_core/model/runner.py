@@ -55,8 +55,7 @@ class Layers:
     """Runs a model's layers operator by operator. `gpu.compiled_layers` has another strategy."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
-        joint = not cache.contiguous
-        self.faster = cpu_layers.FasterLayers(model, joint) if model.device.type == "cpu" else None
+        self.faster = cpu_layers.FasterLayers(model, not cache.contiguous) if model.device.type == "cpu" else None
 
     def changes(self) -> list[Change]:
         """Return the changes for the time in which the model is switched."""

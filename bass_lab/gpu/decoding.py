@@ -35,7 +35,7 @@ from bass_lab.gpu.command import DeviceLost, Lines
 from bass_lab.measure import records, roofline
 from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.modelled_costs import modelled_costs
-from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, PlannedMethod, plan
+from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, PlannedMethod, plan, runnable
 from bass_lab.measure.ratios import Ratio, counted_repeats, half_width
 from bass_lab.measure.repeated_way import Repeat, RepeatedWay
 from bass_lab.measure.roofline import Device, Roofline, StepWork, measure_device, utilisation
@@ -151,10 +151,8 @@ class GpuBenchmark:
     def _runs(
         self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None = None
     ) -> RepeatedWay:
-        """Return the repeats of a method. A dry run on a CPU uses neither kernels nor graphs."""
-        if pair.device.type != "cuda" and way.method != "transformers":
-            way = replace(way, attention="pad" if way.attention == "ragged" else way.attention, compile="off")
-        return RepeatedWay(pair, way, prompts, cost, self.new)
+        """Return the repeats of a method."""
+        return RepeatedWay(pair, runnable(way, pair.device), prompts, cost, self.new)
 
     def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[Repeat, Repeat]], int]:
         """Return paired repeats of the method and of regular decoding, and the number of disturbed pairs."""
@@ -317,7 +315,7 @@ def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: Lines, dev
         if group.shape != shape:
             pair = None
             gc.collect()
-            pair, shape = _load(group.shape, device), group.shape
+            pair, shape = dummy_pair(group.shape, device), group.shape
         found = []
         for line in benchmark.group(pair, group):
             found.append(lines.add(line))
@@ -327,7 +325,8 @@ def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: Lines, dev
             print(f"{table(timed)}{bounds(pair, group, benchmark)}\n", flush=True)
 
 
-def _load(shape: str, device: str) -> ModelPair:
+def dummy_pair(shape: str, device: str) -> ModelPair:
+    """Return a pair of this shape with dummy weights; the embedded pair's sizes in a dry run."""
     if shape == DRY.shape:
         return named_pair(weights="dummy", device=device)
     return named_pair(shape, weights="dummy", dtype="bfloat16", device=device)

@@ -18,11 +18,10 @@ from bass_core.gpu.graphs import captured
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model.runner import Runner
 from bass_lab.gpu.command import PartFile
-from bass_lab.gpu.decoding import CONTEXT, NEW, prompts_of
-from bass_lab.measure.plan import REGULAR, PlannedMethod, batched
+from bass_lab.gpu.decoding import CONTEXT, NEW, dummy_pair, prompts_of
+from bass_lab.measure.plan import DRY, REGULAR, PlannedMethod, batched, runnable
 from bass_lab.measure.profiling import profile
 from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay
-from bass_lab.named_pairs import named_pair
 
 TOKENS = {"draft": (1, 2, 4, 8, 16), "target": (1, 5, 6, 7, 8, 9, 13, 17)}  # of each row
 TIMED = 50  # replays of a pass
@@ -47,9 +46,7 @@ def passes(folder: Path, rehearse: bool) -> PartFile:
 
 
 def _pair(rehearse: bool) -> ModelPair:
-    if rehearse:
-        return named_pair(weights="dummy", device="cpu")
-    return named_pair("paper-7.8b", weights="dummy", dtype="bfloat16", device="cuda")
+    return dummy_pair(DRY.shape, "cpu") if rehearse else dummy_pair("paper-7.8b", "cuda")
 
 
 def _filled(model, batch: int, rehearse: bool) -> Runner:
@@ -103,9 +100,7 @@ def trace(folder: Path, rehearse: bool) -> PartFile:
 
 def _kernels(pair: ModelPair, way: PlannedMethod, prompts: Sequence[torch.Tensor], new: int) -> dict:
     """Return the milliseconds per step by phase, and the largest kernels of each phase, for steps of all rows."""
-    if pair.device.type == "cpu":
-        way = PlannedMethod(way.method, way.draft, way.alpha, "pad", "off")
-    runs = RepeatedWay(pair, way, prompts, None, new)
+    runs = RepeatedWay(pair, runnable(way, pair.device), prompts, None, new)
     try:
         runs.warm_up()
         for _ in range(WARM_UPS):  # the first run under a profiler captures the graphs that it needs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
@@ -22,6 +24,13 @@ class PlannedMethod:
     alpha: float | None = None
     attention: str = "ragged"
     compile: str = "compiled+graphs"
+
+
+def runnable(way: PlannedMethod, device: torch.device) -> PlannedMethod:
+    """Return the method for this device: a dry run on a CPU uses neither kernels nor graphs."""
+    if device.type == "cuda" or way.method == "transformers":
+        return way
+    return replace(way, attention="pad" if way.attention == "ragged" else way.attention, compile="off")
 
 
 @dataclass(frozen=True)

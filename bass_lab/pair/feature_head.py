@@ -26,9 +26,9 @@ KeysValues = tuple[Tensor, Tensor]  # keys and values of a step, each [B, KV hea
 SETTINGS = "rope_parameters", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias"  # taken from the target
 
 
-def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
+def new_head(target: PreTrainedModel, sizes: dict, draft_ids: Tensor | None = None) -> FeatureHead:
     """Return a one-layer feature head with random float32 weights, attached to `target`. sizes: as in
-    `FeatureHeadConfig`; other settings are the target's."""
+    `FeatureHeadConfig`; other settings are the target's. draft_ids: the ids to draft, all if None."""
     of = target.config.get_text_config()
     config = FeatureHeadConfig(
         **{name: getattr(of, name) for name in SETTINGS if hasattr(of, name)} | sizes,
@@ -38,10 +38,13 @@ def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
         max_position_embeddings=of.max_position_embeddings,
         bos_token_id=None,
         eos_token_id=of.eos_token_id,
+        draft_vocab_size=None if draft_ids is None else len(draft_ids),
         attn_implementation="bass_unrolled",
     )
     head = FeatureHead(config).to(target.device)
     quick_norms(head)
+    if draft_ids is not None:
+        head.draft_ids.copy_(draft_ids)
     head.borrow(target)
     return head
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.drafters import FeatureHead
 from bass_core.generation import generate
@@ -69,15 +69,12 @@ def train_head(
     written, speed = write_texts(pair, starts, length, WRITING * limit, seed, say)
     held = min(HELD_OUT, -(-len(written) // HELD_OUT))
     ids = frequent(written, vocabulary, target.get_output_embeddings().weight.shape[0])
-    head = new_head(target, _sizes(target, ids))
-    if ids is not None:
-        head.draft_ids.copy_(ids)
-        head.borrow(target)
+    head = new_head(target, _sizes(target), ids)
     kept = written if written.numel() * head.config.hidden_size * 4 <= REMEMBERED else ()
     training = _Training(head, Teacher(target, kept), written[held:], written[:held])
     found = training.run(started + limit, seed, say)
     save_head(head, folder)
-    pair.tokenizer and pair.tokenizer.save_pretrained(folder)
+    pair.tokenizer.save_pretrained(folder)
     return {
         "written_tokens": written.numel(),
         "written_per_second": speed,
@@ -144,13 +141,12 @@ def frequent(written: Tensor, most: int, vocabulary: int) -> Tensor | None:
     return None if len(ids) == vocabulary else ids.sort().values
 
 
-def _sizes(target, ids: Tensor | None) -> dict:
-    """Return the sizes of a layer like the target's own, and the draft vocabulary."""
+def _sizes(target: PreTrainedModel) -> dict:
+    """Return the sizes of a layer like the target's own."""
     of = target.config.get_text_config()
     heads, wide = of.num_attention_heads, getattr(of, "intermediate_size", None) or 4 * of.hidden_size
     sizes = {"num_attention_heads": heads, "num_key_value_heads": getattr(of, "num_key_value_heads", None) or heads}
-    sizes |= {"intermediate_size": wide, "head_dim": getattr(of, "head_dim", None) or of.hidden_size // heads}
-    return sizes | ({} if ids is None else {"draft_vocab_size": len(ids)})
+    return sizes | {"intermediate_size": wide, "head_dim": getattr(of, "head_dim", None) or of.hidden_size // heads}
 
 
 class _Training:

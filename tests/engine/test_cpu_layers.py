@@ -67,7 +67,7 @@ def test_small_models_and_fast_processors_keep_linear(monkeypatch, limit, value)
 def test_changed_weights_count_at_once(name, replaced):
     own = model()
     part, other = own.model.layers[1].get_submodule(name), model(seed=1).model.layers[1].get_submodule(name).weight
-    with changed(FasterLayers(own, joint=False).changes()):
+    with changed(FasterLayers(own, whole=False).changes()):
         before = logits(own)
         if replaced:
             part.weight = nn.Parameter(2 * other)
@@ -89,7 +89,7 @@ def test_norms_keep_their_bits(architecture):
     norms = [module for module in own.modules() if type(module).__name__ in cpu_layers.RMS_NORMS]
     own.model.norm = other = Shifted(32)
     before = [norm.forward for norm in norms]
-    with changed(FasterLayers(own, joint=False).changes()):
+    with changed(FasterLayers(own, whole=False).changes()):
         assert "forward" not in vars(other) and len(norms) > 4
         for norm, forward in zip(norms[:-1], before, strict=False):
             assert "forward" in vars(norm)
