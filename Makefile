@@ -49,7 +49,7 @@ test-quantized: build/torchao ## run the tests of quantized models
 
 # What a GPU box runs first, on what it may bring: the oldest versions that pyproject.toml promises, the newest numpy, and
 # nothing that draws or runs notebooks. Left out are tables of what the pinned versions do.
-OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy pytest pytest-timeout pytest-xdist
+OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy llguidance pytest pytest-timeout pytest-xdist
 OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
 OLDEST_TESTS = tests/kernels tests/exactness tests/gpu tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
 	$(addprefix --ignore=tests/,exactness/test_kinds.py engine/test_packaging.py engine/test_loading.py \

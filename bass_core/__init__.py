@@ -22,6 +22,7 @@ from bass_core.drafters import (
     Setting,
     SuffixDrafter,
 )
+from bass_core.exactness.processors import Bias, MinTokens, Penalties, Processor
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
@@ -39,6 +40,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "BassHeuristic",
+    "Bias",
     "Context",
     "CostModel",
     "Draft",
@@ -50,9 +52,12 @@ __all__ = [
     "Generation",
     "Goodput",
     "Interrupted",
+    "MinTokens",
     "ModelDrafter",
     "ModelPair",
     "NgramDrafter",
+    "Penalties",
+    "Processor",
     "Request",
     "Result",
     "RowsView",

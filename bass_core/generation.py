@@ -13,10 +13,11 @@ from typing import Any, overload
 
 import pandas as pd
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from bass_core import checks
 from bass_core.detokenizer import FinalText
+from bass_core.exactness.processors import Processor
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt, Request
 from bass_core.loop.step import ForcedAcceptance
@@ -33,8 +34,7 @@ class Generation:
 
     sequences: int64 ids on the host, without prompt and padding, with the EOS or the last token of a stop string.
     texts: decoded without special tokens, up to the stop string; None without a tokenizer.
-    logprobs: log-probability of each token under the target, float32, at temperature 1 and without other processing
-        except that ids suppressed by the generation_config have probability 0.
+    logprobs: log-probability of each token under the target, float32, at temperature 1 and without other processing.
     finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for an interrupted row.
     trace: the record of all steps.
     samples: rows per prompt.
@@ -123,6 +123,7 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     repetition_penalty: float | None = None,
+    processors: Sequence[Processor | LogitsProcessor] = (),
     seed: int = 0,
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
@@ -148,6 +149,9 @@ def generate(
     num_return_sequences: samples per prompt. Each prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's value): applied in
         transformers' order.
+    processors: change the logits by the row's own tokens, after the repetition penalty and before the temperature:
+        `Penalties`, `Bias`, `MinTokens`, `bass_lab.Grammar` (JSON by a schema), your own `Processor`, or a
+        `LogitsProcessor` of transformers that depends on its own row alone.
     seed: equal seed and output index give the same text in any batch, if the draft length is fixed and the drafter
         reads only the row itself ("suffix" reads all rows), since a sampled text depends on the verified drafts. With
         `verification="coupled"`, the text is the same for every draft and draft length, including 0.
@@ -166,7 +170,8 @@ def generate(
     max_batch_size: rows decoded at once (None: all). Waiting rows take free batch slots.
     eos_token_id: None for the model's value, () for no EOS.
     stop: strings that end a row. A special token, such as "<|im_end|>", ends the row at this token.
-    generation_config: None for the target's own. eos_token_id and repetition_penalty apply unless given in the call.
+    generation_config: None for the target's own. eos_token_id and repetition_penalty apply unless given in the call,
+        and the options with processors (suppressed ids, bad words, minimum lengths, n-grams, a forced first id) always.
         Other options that would change the text raise ValueError, as do lengths and numbers of sequences. Sampling
         parameters with do_sample=True must equal those of the call; the target's own are ignored.
     time_budget: seconds from the call, checked between steps. Rows then end with reason "budget".

@@ -25,10 +25,11 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from bass_core.drafters import NAMES, Drafter, named
+from bass_core.exactness.processors import OwnRow, Penalties, Processor, suppressing
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.trace import StepEvent
@@ -42,7 +43,9 @@ from bass_core.prompts import BEGINS
 HONOURED = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample", "num_return_sequences",
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
-    "return_dict_in_generate", "transformers_version", "suppress_tokens", "begin_suppress_tokens",
+    "return_dict_in_generate", "transformers_version", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+    "no_repeat_ngram_size", "sequence_bias", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id",
 }  # fmt: skip
 # Fields that do not change the text: caches, compilation, drafts of other systems, beam options without beams.
 NEUTRAL = {
@@ -51,19 +54,13 @@ NEUTRAL = {
     "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "prefill_chunk_size", "target_lookbehind", "use_cache",
 }  # fmt: skip
-HONOURED_OF_READERS = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
-# Supported processors: the option from which `generate` makes each processor, and the attribute with the value.
-PROCESSORS = {
-    transformers.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-    transformers.TemperatureLogitsWarper: ("temperature", "temperature"),
-    transformers.TopKLogitsWarper: ("top_k", "top_k"),
-    transformers.TopPLogitsWarper: ("top_p", "top_p"),
-    transformers.MinPLogitsWarper: ("min_p", "min_p"),
-    transformers.ForcedBOSTokenLogitsProcessor: ("forced_bos_token_id", "bos_token_id"),
-    transformers.ForcedEOSTokenLogitsProcessor: ("forced_eos_token_id", "eos_token_id"),
-    transformers.SuppressTokensLogitsProcessor: ("suppress_tokens", "suppress_tokens"),
-    transformers.SuppressTokensAtBeginLogitsProcessor: ("begin_suppress_tokens", "begin_suppress_tokens"),
-    transformers.NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
+HONOURED_OF_READERS = {"decoder_start_token_id"}
+# The processors that `generate` appends for sampling, and the options with their values.
+WARPERS = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
 }
 CRITERIA = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria)
 INSTEAD = {
@@ -73,7 +70,6 @@ INSTEAD = {
     "assistant_early_exit": "pass draft_model=…",
     "output_scores": "return_dict_in_generate=True returns the tokens' log-probabilities in `generation.logprobs`",
     "output_logits": "return_dict_in_generate=True returns the tokens' log-probabilities in `generation.logprobs`",
-    "forced_eos_token_id": "give one id, or do_sample=False",
     "encoder_outputs": "pass the sources (input_ids or input_features), since the draft model has its own encoder",
     internals.CACHE: "the engine has its own cache; pass the whole text as input_ids",
     "inputs_embeds": "pass token ids (input_ids)",
@@ -131,10 +127,11 @@ def bass_generate(
     encoder-decoder model, the prompts are the decoder's first tokens, and `generate` passes the sources as
     inputs_tensor.
 
-    Raises ValueError for other processors, stopping criteria, generation options or model inputs, for masks that hide
-    anything except left padding (right padding of sources), and under the conditions of `bass_core.generate`.
+    Raises ValueError for processors that depend on other rows, for other stopping criteria, generation options or model
+    inputs, for masks that hide anything except left padding (right padding of sources), and under the conditions of
+    `bass_core.generate`.
     """
-    streamer, stream = internals.generate_argument("streamer"), None
+    streamer = internals.generate_argument("streamer")
     with ExitStack() as ending:
         if streamer is not None:
             ending.callback(streamer.end)
@@ -143,41 +140,35 @@ def bass_generate(
         _refuse_other_inputs(model_kwargs)
         mask, width = model_kwargs.get("attention_mask"), input_ids.shape[1]
         if pair.reads_sources:
-            forced, starts = _forced_first(generation_config, input_ids), [0] * len(input_ids)
-            prompts = _sources(inputs_tensor, mask, input_ids, forced)
+            prompts, hidden = _sources(inputs_tensor, mask, input_ids), None
         else:
-            prompts, forced = _prompts(input_ids, mask, model_kwargs.get("position_ids")), []
-            starts = [width - len(prompt) for prompt in prompts]
-        _refuse_other_processors(logits_processor, generation_config, width, len(forced), starts)
-        stops = _stops(stopping_criteria, width, forced)
+            prompts, hidden = _prompts(input_ids, mask, model_kwargs.get("position_ids")), mask
+        processors = _processors(logits_processor, generation_config, input_ids, hidden)
+        stops = _stops(stopping_criteria, width)
         sampling = _sampling(generation_config)
         pad = _padding(generation_config, stops, len(input_ids))
         if trace != "off" and not generation_config.return_dict_in_generate:
             _refuse("trace", trace)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu")) if sampling["temperature"] else 0
-        if streamer is not None:
-            if len(prompts) > 1:
-                _refuse("streamer", type(streamer).__name__)
-            stream = _Stream(streamer, forced, generation_config.forced_eos_token_id is not None)
-        hearers = [each for each in (stream and stream.stepped, on_step) if each is not None]
+        if streamer is not None and len(prompts) > 1:
+            _refuse("streamer", type(streamer).__name__)
 
         def stepped(event: StepEvent) -> None:
-            for hearer in hearers:
-                hearer(event)
+            if streamer is not None and any(event.new_tokens):
+                streamer.put(torch.tensor(event.new_tokens[0], device="cpu"))
+            if on_step is not None:
+                on_step(event)
 
         generation = generate(
             pair,
             prompts,
             **stops,
             **sampling,
-            **among(locals()) | {"generation_config": _never_chosen(generation_config)},  # the rest is in the call
-            on_step=stepped if hearers else None,
+            **among(locals()) | {"generation_config": GenerationConfig()},  # the rest is in the call
+            on_step=None if streamer is on_step is None else stepped,
         )
-        rows = _with_forced(generation, generation_config, forced, generation_config.max_length - width)
-        if stream is not None:
-            stream.send(rows[0].tolist())
-    new = pad_sequence(rows, batch_first=True, padding_value=pad)
+    new = pad_sequence(generation.sequences, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
 
@@ -199,24 +190,6 @@ def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrai
     return chosen
 
 
-class _Stream:
-    """Sends the committed tokens of a single row to a streamer."""
-
-    def __init__(self, streamer: BaseStreamer, first: list[int], last_may_change: bool):
-        """first: the first tokens of the row. last_may_change: hold back the newest token."""
-        self._streamer, self._row, self._held, self._sent = streamer, list(first), int(last_may_change), 0
-
-    def stepped(self, event: StepEvent) -> None:
-        for tokens in event.new_tokens:
-            self._row += tokens
-            self.send(self._row[: len(self._row) - self._held])
-
-    def send(self, row: list[int]) -> None:
-        new, self._sent = row[self._sent :], max(self._sent, len(row))
-        if new:
-            self._streamer.put(torch.tensor(new, device="cpu"))
-
-
 def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
     instead = INSTEAD.get(name, "leave it out, or call generate without custom_generate")
     raise ValueError(f"bass_generate does not support {kind}{name}={str(value)[:60]}: {instead}")
@@ -224,14 +197,10 @@ def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
 
 def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
     """Raise ValueError for an unsupported field that would change the text. Ignores fields unknown to transformers."""
-    if config.do_sample and isinstance(config.forced_eos_token_id, list) and len(config.forced_eos_token_id) > 1:
-        _refuse("forced_eos_token_id", config.forced_eos_token_id, "the generation option ")  # `generate` draws one
     known, honoured = vars(GenerationConfig()), HONOURED | NEUTRAL
     honoured |= HONOURED_OF_READERS if pair.reads_sources else set()
     others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
     for name, value in asked_for(config, others):
-        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
-            continue
         if name in known:
             _refuse(name, value, "the generation option ")
         if pair.target.main_input_name == FEATURES:
@@ -256,56 +225,47 @@ def _refuse_other_inputs(model_kwargs: dict) -> None:
             _refuse(name, type(value).__name__, "the model input ")
 
 
-def _refuse_other_processors(
-    processors: LogitsProcessorList, config: GenerationConfig, width: int, forced: int, starts: list[int]
-) -> None:
-    """Raise ValueError for a processor that `generate` does not make from a supported option. width: of the prompts,
-    with padding. forced: number of forced first tokens. starts: index of each prompt's first token after padding."""
-    seen = set()
-    for processor in processors:
-        kind = type(processor)
-        if kind is transformers.MinLengthLogitsProcessor and processor.min_length <= width:
-            continue  # the prompts have this length already
-        if kind in (transformers.MinLengthLogitsProcessor, transformers.MinNewTokensLengthLogitsProcessor):
-            name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
-            _refuse(name, getattr(config, name), "the generation option ")
-        if kind in seen or not _made_from_option(processor, config, width + forced, starts):
-            constrained = kind is transformers.PrefixConstrainedLogitsProcessor
-            name = "prefix_allowed_tokens_fn" if constrained else kind.__name__
-            instead = f"set the option {PROCESSORS[kind][0]}" if kind in PROCESSORS else "leave it out"
-            raise ValueError(
-                f"bass_generate does not support the logits processor {name}: {instead}, or call generate without "
-                f"custom_generate. Supported are the options {', '.join(option for option, _ in PROCESSORS.values())}"
-            )
-        seen.add(kind)
-
-
-def _made_from_option(processor: LogitsProcessor, config: GenerationConfig, first: int, starts: list[int]) -> bool:
-    """Return True if `generate` made the processor from a supported option. first: index of the first new token."""
-    if type(processor) not in PROCESSORS:
-        return False
-    option, attribute = PROCESSORS[type(processor)]
-    ignored = getattr(processor, "prompt_ignore_length", None)  # `generate` sets the padding, or None
-    if isinstance(ignored, int) or (ignored is not None and ignored.tolist() != starts):
-        return False
-    theirs, ours = getattr(processor, attribute), getattr(config, option)
-    if isinstance(theirs, Tensor):
-        theirs, ours = theirs.tolist(), [ours] if isinstance(ours, int) else list(ours or ())
-    return theirs == ours and getattr(processor, "begin_index", first) == first
+def _processors(
+    given: LogitsProcessorList, config: GenerationConfig, input_ids: Tensor, mask: Tensor | None
+) -> list[Processor]:
+    """Return the processors of `generate`, except those for sampling at the end of the list. Processors receive rows
+    with the left padding of input_ids [B, P]. Raises ValueError for a processor after those for sampling, and for
+    processors that depend on other rows."""
+    given, width = list(given), input_ids.shape[1]
+    hidden = torch.zeros_like(input_ids, dtype=torch.bool) if mask is None else mask == 0
+    padding = int(input_ids[hidden][0]) if hidden.any() else 0
+    off = {"temperature": (None, 1.0), "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None,)}
+    asked = [kind for kind, name in WARPERS.items() if config.do_sample and getattr(config, name) not in off[name]]
+    end = len(given) - len(asked)
+    if [type(each) for each in given[end:]] != asked:
+        raise ValueError(f"bass_generate expects {asked} at the end of the logits processors, got {given}")
+    found: list[Processor] = []
+    for each in given[:end]:
+        kind = type(each)
+        if kind is transformers.RepetitionPenaltyLogitsProcessor and not isinstance(each.prompt_ignore_length, int):
+            ignored = each.prompt_ignore_length  # `generate` sets the padding, or None
+            if ignored is not None and ignored.tolist() != hidden.sum(1).tolist():
+                _refuse("prompt_ignore_length", ignored, "a repetition penalty with ")
+            found.append(Penalties(each.penalty))
+        elif kind is transformers.SuppressTokensLogitsProcessor:
+            found.append(suppressing(each.suppress_tokens.tolist()))
+        elif kind is transformers.SuppressTokensAtBeginLogitsProcessor and each.begin_index == width:
+            found.append(suppressing(each.begin_suppress_tokens.tolist(), until=1))
+        elif kind is not transformers.MinLengthLogitsProcessor or each.min_length > width:
+            found.append(OwnRow(each, padding, width))
+    return found
 
 
 def _sampling(config: GenerationConfig) -> dict[str, float]:
     """Return the sampling options of `config` as options of `bass_core.generate`. None means off."""
-    off = {"repetition_penalty": 1.0}
-    if config.do_sample:
-        off |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} if config.do_sample else {}
     options = {name: none if getattr(config, name) is None else getattr(config, name) for name, none in off.items()}
-    return {"temperature": 0.0} | options
+    return {"temperature": 0.0, "repetition_penalty": 1.0} | options
 
 
-def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dict[str, Any]:
+def _stops(criteria: StoppingCriteriaList, width: int) -> dict[str, Any]:
     """Return max_new_tokens, time_budget and eos_token_id. `generate` checks criteria after each token and so emits at
-    least one token. Forced first tokens are part of the prompt here."""
+    least one token."""
     for criterion in criteria:
         if type(criterion) not in CRITERIA:
             raise ValueError(
@@ -320,40 +280,16 @@ def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dic
     lengths, times, eos_tokens = map(all_of, CRITERIA)
     ends = [criterion.initial_timestamp + criterion.max_time for criterion in times]
     eos = {each for criterion in eos_tokens for each in criterion.eos_token_id.flatten().tolist()}
-    most = max(1, min(criterion.max_length for criterion in lengths) - width) - len(forced)
     return {
-        "max_new_tokens": 0 if eos.intersection(forced) else most,
+        "max_new_tokens": max(1, min(criterion.max_length for criterion in lengths) - width),
         "time_budget": max(0.0, min(ends) - time.time()) if ends else None,
         "eos_token_id": eos,
     }
 
 
-def _never_chosen(config: GenerationConfig) -> GenerationConfig:
-    """Return a configuration with only the suppressed ids."""
-    names = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
-    return GenerationConfig(**{name: getattr(config, name) for name in names})
-
-
-def _forced_first(config: GenerationConfig, input_ids: Tensor) -> list[int]:
-    """Return the forced first token, if any. As in `generate`, only prompts of a single token get a forced token."""
-    forced = config.forced_bos_token_id
-    return [] if forced is None or input_ids.shape[1] > 1 else [forced]
-
-
-def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int], most: int) -> list[Tensor]:
-    """Return the rows as in `generate`: prepend the forced first token, and replace token number `most` by the forced
-    last token."""
-    rows = [torch.cat([row.new_tensor(forced), row]) for row in generation.sequences]
-    if (last := config.forced_eos_token_id) is not None:
-        for row in rows:
-            if len(row) == most:
-                row[-1] = last if isinstance(last, int) else min(last)  # among equal logits, `argmax` takes the first
-    return rows
-
-
-def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[int]) -> list[dict[str, Tensor]]:
+def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor) -> list[dict[str, Tensor]]:
     """Return the source of each row of input_ids [B, P] without padding. read: [B / n, S] or features; mask [B, S]."""
-    begins = torch.cat([input_ids, input_ids.new_tensor(forced).expand(len(input_ids), -1)], 1).cpu()
+    begins = input_ids.cpu()
     read = read.repeat_interleave(len(input_ids) // len(read), 0).cpu()
     if read.is_floating_point():
         return [{FEATURES: row, BEGINS: begin} for row, begin in zip(read, begins, strict=True)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core import checks
 from bass_core.detokenizer import StopStrings
+from bass_core.exactness.processors import ForceFirst, MinTokens, Penalties, Processor, Row, as_processors, suppressing
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import RULES
 from bass_core.loading.model_pair import ModelPair
@@ -32,6 +35,7 @@ class Options:
     top_p: float
     min_p: float
     repetition_penalty: float | None
+    processors: Sequence[Processor | LogitsProcessor]
     seed: int
     draft_length: int | DraftLengthPolicy | None
     verification: str
@@ -53,6 +57,7 @@ class Options:
         checks.one_of("on_row_error", self.on_row_error, ("raise", "finish"))
         checks.one_of("trace", self.trace, LEVELS)
         checks.one_of("compile", self.compile, COMPILE)
+        object.__setattr__(self, "processors", as_processors(self.processors))
         if isinstance(self.acceptance, str):
             raise TypeError(
                 f"acceptance must be None or an object that draws accepted lengths, got {self.acceptance!r}; write "
@@ -64,11 +69,12 @@ class Options:
         vocabulary = pair.target.config.get_text_config().vocab_size
         config = generation_config(pair.target, self.generation_config)
         penalty = (config.repetition_penalty or 1.0) if self.repetition_penalty is None else self.repetition_penalty
-        params = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, penalty)
+        params = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
         check_sampling(self.generation_config, params)
         eos = eos_ids(config, self.eos_token_id, vocabulary)
         stop = stop_strings(self.stop, pair.tokenizer)
-        return Resolved(vocabulary, config, params, eos, stop, *suppressed(config, eos, vocabulary))
+        own = *processors_of(config, eos, pair), *self.processors
+        return Resolved(vocabulary, config, params, Penalties(penalty), own, dict.fromkeys(sorted(eos), "eos"), stop)
 
 
 def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,29 +83,47 @@ def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Resolved(NamedTuple):
-    """`Options` for a pair. never: ids suppressed in the whole text. not_first: ids suppressed as the first token."""
+    """`Options` for a pair. penalty: the repetition penalty. own: further processors. ends: ids that end a row, and the
+    finish reasons."""
 
     vocabulary: int
     config: GenerationConfig
     params: SamplingParams
-    eos: frozenset[int]
+    penalty: Penalties
+    own: tuple[Processor, ...]
+    ends: Mapping[int, str]
     stop: StopStrings | None
-    never: tuple[int, ...]
-    not_first: tuple[int, ...]
+
+    def processors(
+        self, row: Row, penalty: float | None = None, further: Iterable[Processor | LogitsProcessor] = ()
+    ) -> tuple[Processor, ...]:
+        """Return the processors of a request. penalty: its repetition penalty, None for the session's. further: its own
+        processors. Raises TypeError or ValueError for wrong ones."""
+        first = self.penalty if penalty is None else Penalties(penalty)
+        every = *((first,) if first != Penalties() else ()), *self.own, *as_processors(further)
+        return tuple(each.begin(row) for each in every)
 
 
 # --- a model's generation_config ------------------------------------------------------------------
 
 # Options of a `generation_config` with an effect on the text, but without support in the engine.
 UNKNOWN_OPTIONS = (
-    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
-    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
-    "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "stop_strings",
-    "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "token_healing",
-    "watermarking_config", "dola_layers", "remove_invalid_values", "renormalize_logits",
+    "num_beams", "force_words_ids", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h",
+    "guidance_scale", "stop_strings", "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "token_healing", "watermarking_config", "dola_layers", "remove_invalid_values",
+    "renormalize_logits", "forced_eos_token_id",
 )  # fmt: skip
 
 
+# Further options and their processors, by value and EOS ids. Ids of `suppressed` have vectorized processors.
+PROCESSORS: dict[str, Callable[[Any, Tensor], Processor | LogitsProcessor]] = {
+    "no_repeat_ngram_size": lambda size, ends: transformers.NoRepeatNGramLogitsProcessor(size),
+    "bad_words_ids": transformers.NoBadWordsLogitsProcessor,
+    "sequence_bias": lambda bias, ends: transformers.SequenceBiasLogitsProcessor(bias),
+    "min_length": lambda least, ends: transformers.MinLengthLogitsProcessor(least, ends),
+    "min_new_tokens": lambda least, ends: MinTokens(least),
+    "forced_bos_token_id": lambda token, ends: ForceFirst(token),
+}
 SAID_IN_THE_CALL = ("max_new_tokens", "max_length", "num_return_sequences", "max_time")
 
 
@@ -111,13 +135,9 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
             "num_return_sequences or time_budget to the call"
         )
     config = (target.generation_config if given is None else given) or GenerationConfig()
-    reads = target.config.is_encoder_decoder
     for name, value in asked_for(config, UNKNOWN_OPTIONS):
-        # `first_ids` adds the forced first token. A forced last token would only mark texts that are cut off.
-        if reads and name in ("forced_bos_token_id", "forced_eos_token_id"):
-            continue
-        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
-            continue  # `suppressed`
+        if name == "forced_eos_token_id" and target.config.is_encoder_decoder:
+            continue  # would only mark texts that are cut off
         kept = "" if config.eos_token_id is None else f"eos_token_id={config.eos_token_id}"
         raise ValueError(
             f"the generation_config of {type(target).__name__} has {name}={value!r}, which is not supported; to decode "
@@ -149,6 +169,20 @@ def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -
     return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
 
 
+def processors_of(config: GenerationConfig, ends: Iterable[int], pair: ModelPair) -> list[Processor]:
+    """Return the processors of a generation_config, without the repetition penalty."""
+    found, asked, eos = [], dict(asked_for(config, PROCESSORS)), torch.tensor(sorted(ends), device=pair.device)
+    never, not_first = suppressed(config, ends, pair.target.config.get_text_config().vocab_size)
+    for name, value in asked.items():
+        if name != "bad_words_ids" or any(len(word) > 1 for word in value):
+            found.append(as_processors([PROCESSORS[name](value, eos)])[0])
+    if never:
+        found.append(suppressing(never))
+    if not_first:
+        found.append(suppressing(not_first, until=1))
+    return found
+
+
 def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield names and values of the options with other values than transformers' defaults."""
     defaults = generation_defaults()
@@ -158,17 +192,19 @@ def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[
             yield name, value
 
 
-def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
-    """Return the ids for the end of a row. None uses the ids of `config`; () means no ids."""
+def eos_ids(
+    config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int, name: str = "eos_token_id"
+) -> frozenset[int]:
+    """Return the ids for the end of a row. None uses the ids of `config`; () means no ids. name: of the argument."""
     if eos_token_id is None:
         eos_token_id = () if config.eos_token_id is None else config.eos_token_id
     if isinstance(eos_token_id, Tensor):
         eos_token_id = eos_token_id.flatten().tolist()
     ids = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
-    ids = [checks.integer("eos_token_id", each, least=None) for each in ids]
+    ids = [checks.integer(name, each, least=None) for each in ids]
     for each in ids:
         if not 0 <= each < vocabulary:
-            raise ValueError(f"eos_token_id {each} is outside the target's vocabulary (0 … {vocabulary - 1})")
+            raise ValueError(f"{name} {each} is outside the target's vocabulary (0 … {vocabulary - 1})")
     return frozenset(ids)
 
 

@@ -121,13 +121,11 @@ def prompts_of(pair: ModelPair, prompts: Any, max_new_tokens: int, config: Gener
 
 
 def first_ids(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
-    """Return the first ids of an encoder-decoder model's text: the start token and the forced first token, if any (for
-    instance the language). Raises ValueError if the model has no start token."""
+    """Return the first id of an encoder-decoder model's text. Raises ValueError if the model has no start token."""
     for name in ("decoder_start_token_id", "bos_token_id"):
         for each in (config, model.generation_config, model.config):
             if (start := getattr(each, name, None)) is not None:
-                forced = config.forced_bos_token_id
-                return [start] if forced is None else [start, forced]
+                return [start]
     raise ValueError(
         f"{type(model).__name__} has no start token: set decoder_start_token_id in the model's generation_config, or "
         f"pass prompts as mappings with {BEGINS}"

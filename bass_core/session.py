@@ -13,29 +13,30 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from bass_core import checks
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.environment import on_stream
+from bass_core.exactness.processors import Processor, Row
 from bass_core.execution import Execution, execution
 from bass_core.interrupts import Exclusive, always
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
 from bass_core.loop.phases import Listener, Phases
-from bass_core.loop.rows import Commit, Prompt, Request, Result, Rows
-from bass_core.loop.step import EagerStep, ForcedAcceptance, HostReport, StepOptions, StepReport, decide
+from bass_core.loop.rows import Commit, HostReport, Prompt, Request, Result, Rows
+from bass_core.loop.step import EagerStep, ForcedAcceptance, StepOptions, StepReport, decide
 from bass_core.loop.trace import StepEvent, Trace
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
-from bass_core.options import Options, among, stop_strings
-from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
+from bass_core.options import Options, among, eos_ids, stop_strings
+from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, OfEachRow, as_policy, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
 
 
@@ -68,6 +69,7 @@ class Session:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float | None = None,
+        processors: Sequence[Processor | LogitsProcessor] = (),
         seed: int = 0,
         draft_length: int | DraftLengthPolicy | None = None,
         verification: str = "token",
@@ -90,11 +92,10 @@ class Session:
         # Regular decoding calls no drafter. `NgramDrafter` stores nothing per row.
         drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter
         slots, vocabulary = self.options.max_batch_size, self.asked.vocabulary
-        keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": self.asked.never}
-        self.target = Runner(pair.target, paths[0], slots, layers=layers, **keeps)
+        self.target = Runner(pair.target, paths[0], slots, layers=layers, keeps_hidden=drafter.wants_hidden)
         shows = {"coupled": verification == "coupled", "show_q": trace == "tokens"}
         self.drafter = drafter.begin(Setting(pair.target, paths, slots, vocabulary, layers=layers, **shows))
-        self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self.asked.eos)
+        self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self._processors(0, self.asked.ends))
         self.batch = Batch(self.rows, self.target, self.drafter, self.options.prefill_chunk)
         self.trace = Trace(trace, **self._about(paths, how))
         me = weakref.ref(self)  # without a reference cycle, a dropped session frees its memory at once
@@ -103,7 +104,6 @@ class Session:
         rules = self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
         fall_back = functools.partial(self.trace.meta.update, compile="off") if compile == "auto" else None
         self.device_step = how.step(EagerStep(self.rows, self.target, self.drafter, rules, self.phases), fall_back)
-        self._not_first = torch.tensor(self.asked.not_first, dtype=torch.int64, device=pair.device)
         # The stream whose pool holds the session's memory; None on a CPU
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
         self._step = 0
@@ -138,10 +138,14 @@ class Session:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        processors: Sequence[Processor | LogitsProcessor] = (),
+        draft_length: int | DraftLengthPolicy | None = None,
         seed: int | None = None,
         sample: int | None = None,
         stop: str | Sequence[str] | None = None,
+        stop_token_ids: Iterable[int] = (),
         ignore_eos: bool = False,
+        top_logprobs: int = 0,
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
@@ -150,9 +154,13 @@ class Session:
         prompt: a text, a conversation, token ids or a source, as in `generate`.
         temperature, top_k, top_p, min_p, repetition_penalty, seed, stop: None uses the session's value. The text is the
         same as in a session with these values. On a GPU, rows with sampling parameters of their own slow steps down.
+        processors: applied after those of the session (see `generate`).
+        draft_length: 0 opts out of drafting; a number or a policy is used for this row. None: the session's policy.
         sample: selects the random numbers together with the seed; None uses the row id. Equal seed and sample give
         equal texts, under the conditions of `seed` in `generate`.
+        stop_token_ids: further ids that end the row, with reason "stop".
         ignore_eos: do not end the row at EOS ids.
+        top_logprobs: the handle's `alternatives` list so many likeliest ids per token, with log-probabilities.
         row: id of the row in events and in the trace; None uses a new id.
         deadline: seconds from now after which the row ends with reason "budget".
 
@@ -167,20 +175,26 @@ class Session:
             prompt = prompt_of(self.pair, prompt, self.asked.config)
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens)
         check_context(self.pair, len(prompt.ids), max_new_tokens)
-        own = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        params = self.asked.params.changed(**own, repetition_penalty=repetition_penalty)
+        params = self.asked.params.changed(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         sample = None if sample is None else checks.integer("sample", sample)
+        stops = eos_ids(self.asked.config, stop_token_ids, self.asked.vocabulary, "stop_token_ids")
+        ends = ({} if ignore_eos else self.asked.ends) | dict.fromkeys(stops, "stop")
         request = Request(
             prompt=replace(prompt),  # a copy, since waiting rows share the `Prompt` and its prefill
             max_new_tokens=max_new_tokens,
             seed=self.options.seed if seed is None else checks.integer("seed", seed, least=None),
             params=params,
+            processors=self._processors(len(prompt.ids), ends, repetition_penalty, processors),
+            policy=self._own_policy(draft_length),
             stop=self.asked.stop if stop is None else stop_strings(stop, self.pair.tokenizer),
-            ignore_eos=ignore_eos,
+            ends=ends,
+            top_logprobs=min(checks.integer("top_logprobs", top_logprobs), self.asked.vocabulary),
             deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
             row=(number := self.rows.number(row)),  # last, so that an invalid request takes no id
             sample=number if sample is None else sample,
         )
+        if request.processors == self.rows.processors:
+            request.processors = self.rows.processors  # captured steps read the memory of these objects
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
             self.trace.meta["verification"] = self.options.verification
         if max_new_tokens == 0:
@@ -188,6 +202,23 @@ class Session:
         else:
             self.batch.submit(request)
         return request
+
+    def _processors(self, prompt: int, ends: Iterable[int], *own: Any) -> tuple[Processor, ...]:
+        """Return the processors of a request. prompt: number of tokens. own: as in `Resolved.processors`."""
+        row = Row(prompt, frozenset(ends), self.asked.vocabulary, self.pair.tokenizer)
+        return self.asked.processors(row, *own)
+
+    def _own_policy(self, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy | None:
+        """Return the policy of a request, or None for the session's."""
+        if draft_length is None:
+            return None
+        policy = as_policy(draft_length)
+        if policy != FixedLength(0) and self.policy == FixedLength(0):
+            raise ValueError(
+                f"draft_length={draft_length!r} needs a drafter, but this session has draft_length=0; open the session "
+                "with draft_length=None"
+            )
+        return policy
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
@@ -302,21 +333,27 @@ class Session:
 
     def _decode(self) -> StepEvent:
         self.phases.enter("plan")
-        plan = self.policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
+        policy = self._live_policy()
+        plan = policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, self.rows.view())  # [B] each; lengths respects the rows' limits
         context = self.device_step.begin(len(self.rows.live), int(lengths.max()))
         self.phases.enter("draft")
-        draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V] or None
+        draft = self.device_step.draft(context, planned, lengths, policy)  # tokens [B, K], q [B, K, V] or None
         self.phases.enter("verify")
         self._uncommitted = True
         report = self.device_step.verify(context, draft)  # advances rows on the device; the host does not wait
         commit = self._commit(context, draft, report)
         drafted, accepted = draft.lengths_host, commit.accepted  # [B]; the drafter and the policy receive copies
         self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
-        self.policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
+        policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         self.batch.compact()
         self.batch.long.decoded()
         return self._record("decode", planned, context, draft, report.p, commit)
+
+    def _live_policy(self) -> DraftLengthPolicy:
+        """Return the policy of the live rows."""
+        own = [request.policy for request in self.rows.live]
+        return OfEachRow([each or self.policy for each in own]) if any(own) else self.policy
 
     def _prefill(self, starting: list[Request]) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over new prompts, then the first token of each row."""
@@ -327,14 +364,12 @@ class Session:
             context = self.device_step.context(batch_slots, 0)
             draft = Draft.none(context)
             self._uncommitted = True
-            if len(self._not_first):
-                logits = logits.index_fill(-1, self._not_first, -torch.inf)
             report = decide(self.rows, context, draft, logits[:, None], self._rules)
             commit = self._commit(context, draft, report)
         self.batch.compact()
         self.batch.long.prefilled()
         if self.rows.live:
-            self.policy.start(self.rows.view())
+            self._live_policy().start(self.rows.view())
         return self._record("prefill", np.zeros(len(batch_slots), np.int64), context, draft, report.p, commit)
 
     def _read_chunk(self) -> StepEvent:
@@ -353,7 +388,7 @@ class Session:
         self.rows.fetch_ended()
         failed = self._failed_rows(context, found)
         self._committing = True
-        commit = self.rows.commit(context.batch_slots, found.tokens, found.accepted, draft.lengths_host, failed)
+        commit = self.rows.commit(context.batch_slots, found, draft.lengths_host, failed)
         self._committing = self._uncommitted = False
         return commit
 
@@ -366,9 +401,10 @@ class Session:
             role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
             foreign = "" if isinstance(model, PreTrainedModel) else "(or ids outside the target's vocabulary) "
             row = self.rows.live[context.batch_slots[index]]
+            dead = "(or no token is possible after the row's processors) " if row.processors else ""
             self._take_back()
             raise FloatingPointError(
-                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"
+                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}{dead}"
                 f"for row {row.row} at step {self._step}; no token of this step was committed. "
                 "Use on_row_error='finish' to end only the affected rows"
             )

@@ -1,6 +1,7 @@
 from bass_lab import load as load
 from bass_lab.checks.drafter_checks import check_drafter as check_drafter
 from bass_lab.checks.exactness import verify as verify
+from bass_lab.grammar import Grammar as Grammar
 from bass_lab.kept_session import KeptSession as KeptSession
 from bass_lab.measure.profiling import Profile as Profile
 from bass_lab.measure.profiling import profile as profile

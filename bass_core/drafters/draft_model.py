@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
-from bass_core.exactness import sampling
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.model import kernel_ops
 from bass_core.model.encoder_decoder import Encoded, Source
 from bass_core.model.forward_pass import Phase
@@ -301,10 +301,9 @@ class ModelDrafter(Drafter):
             q = self._q(context, logits)
             return context.draw(q, slot), q, kernel_ops.largest(logits)[0] if fuses else logits.amax(-1)
         peak, best = kernel_ops.largest(logits) if fuses else logits.max(-1)
-        shown = context._replace(params=params.at_temperature_one)
-        q = self._q(shown, logits) if self.show_q else None
-        if (seen := context.seen) is not None:
-            best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
+        q = self._q(context._replace(params=SamplingParams(1.0)), logits) if self.show_q else None
+        if context.processing is not None:
+            best = context.processed(logits[:, None])[0][:, 0].argmax(-1)
         return best, q, peak
 
     def _keeps_q(self, context: Context) -> bool:
@@ -339,8 +338,8 @@ class ModelDrafter(Drafter):
 
 def _is_tempered(context: Context) -> bool:
     """Return True if tokens are drawn with the step's keys, and only the temperature changes the distribution."""
-    params = context.params
-    return params.only_temperature and not params.greedy and not params.is_cold and context.noise is None
+    params, plain = context.params, context.processing is None and context.noise is None
+    return plain and params.only_temperature and not params.greedy and not params.is_cold
 
 
 def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.exactness import randomness, sampling
+from bass_core.exactness.processors import Processing, Text
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.sampling import MixedParams, SamplingParams
 from bass_core.exactness.verification import perturbed_choice
@@ -55,7 +56,10 @@ class Context(NamedTuple):
     lengths_host: np.ndarray  # copy on the host
     keys: StepKeys  # random keys of the rows' current step
     params: SamplingParams | MixedParams  # sampling parameters
-    seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
+    prompts: Tensor  # int64 [B], tokens of the prompts
+    processing: Processing | None = None  # the rows' processors
+    likeliest: int = 0  # number of likeliest ids per token that a row asks for
+    drafted: Tensor | None = None  # int64 [B, D], draft tokens so far, if there are processors
     noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
     hidden: Tensor | None = None  # [B, S, H], last hidden states of the target for all tokens except the last
 
@@ -64,10 +68,17 @@ class Context(NamedTuple):
         return self.tokens.gather(1, self.lengths[:, None] - 1)
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return the distribution of the next token, q [B, V], from logits [B, V] by the rows' sampling parameters."""
-        return sampling.probabilities(
-            logits, self.params, None if self.seen is None else self.seen[:, : logits.shape[1]]
-        )
+        """Return the distribution of the next token, q [B, V], from logits [B, V] by the rows' processors and sampling
+        parameters. With processors, V is the target's vocabulary, and missing ids have probability 0."""
+        return sampling.probabilities(self.processed(logits[:, None])[0][:, 0], self.params)
+
+    def processed(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits [B, J, V] after the rows' processors, and bool [B, J], False where no id is possible (None
+        without processors). Position J follows all draft tokens."""
+        if self.processing is None:
+            return logits, None
+        drafted = self.tokens[:, :0] if self.drafted is None else self.drafted
+        return self.processing(logits, Text(self.tokens, self.lengths, self.prompts, drafted))
 
     def draw(self, q: Tensor, slot: int) -> Tensor:
         """Draw x_{slot + 1} of each row from q [B, V] with the random keys of the row's step: int64 [B]."""
@@ -79,7 +90,10 @@ class Context(NamedTuple):
 
     def after(self, token: Tensor) -> Context:
         """Return the context for the next draw, after token [B] was drawn."""
-        return self if self.seen is None else self._replace(seen=self.seen.scatter(1, token[:, None], True))
+        if self.processing is None:
+            return self
+        token = token[:, None]
+        return self._replace(drafted=token if self.drafted is None else torch.cat([self.drafted, token], 1))
 
 
 class Draft(NamedTuple):

@@ -1,4 +1,4 @@
-"""Logits -> probabilities, in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+"""Logits -> probabilities, in transformers' order: temperature, top-k, top-p, min-p, after the row's processors.
 
 Target and draft logits are processed alike. Exactness refers to the *processed* target distribution (Leviathan et al.
 2023, section 2.3).
@@ -21,23 +21,20 @@ from bass_core.exactness import randomness
 class SamplingParams:
     """Sampling parameters, applied in transformers' order. temperature 0 is greedy decoding.
 
-    top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch the respective step off. Raises ValueError for a value
-    outside its range.
+    top_k 0, top_p 1 and min_p 0 switch the respective step off. Raises ValueError for a value outside its range.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        _require_number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0 (0 = greedy)")
+        require_number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0 (0 = greedy)")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k must be an integer >= 0 (0 = off), got {self.top_k!r}")
-        _require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1] (1 = off)")
-        _require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1] (0 = off)")
-        _require_number("repetition_penalty", self.repetition_penalty, lambda penalty: penalty > 0, "> 0 (1 = off)")
+        require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1] (1 = off)")
+        require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1] (0 = off)")
 
     @property
     def greedy(self) -> bool:
@@ -54,19 +51,9 @@ class SamplingParams:
         return replace(self, **given) if given else self
 
     @property
-    def at_temperature_one(self) -> SamplingParams:
-        """Parameters for the probabilities that a trace of greedy decoding shows."""
-        return SamplingParams(temperature=1.0, repetition_penalty=self.repetition_penalty)
-
-    @property
     def only_temperature(self) -> bool:
         """True if no other parameter than the temperature changes the model's distribution."""
         return self == SamplingParams(self.temperature)
-
-    @property
-    def needs_history(self) -> bool:
-        """True if a token's probability depends on the ids before it (repetition penalty)."""
-        return self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +66,6 @@ class MixedParams:
     groups: tuple[tuple[SamplingParams, Tensor], ...]
     greedy: ClassVar[bool] = False
     only_temperature: ClassVar[bool] = False
-
-    @property
-    def needs_history(self) -> bool:
-        return any(params.needs_history for params, _ in self.groups)
 
 
 def of_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingParams | MixedParams:
@@ -98,7 +81,7 @@ def of_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingP
     return MixedParams(tuple((each, torch.tensor(found, device=device)) for each, found in rows.items()))
 
 
-def _require_number(name: str, value: float, in_range: Callable[[float], bool], accepted: str) -> None:
+def require_number(name: str, value: float, in_range: Callable[[float], bool], accepted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
     if not in_range(value) or not math.isfinite(value):  # NaN fails every comparison
@@ -110,25 +93,17 @@ def wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
-    """Apply the repetition penalty (Keskar et al. 2019). logits [..., V]; seen bool [..., V], unused at penalty 1."""
-    if not params.needs_history:
-        return logits
-    penalty, logits = params.repetition_penalty, wide(logits)
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Tensor | None = None) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams | MixedParams) -> Tensor:
     """Return the processed distribution [..., V], one-hot at temperature 0. float64 for float64 logits, else float32.
 
-    logits: [..., V]. seen: bool [..., V], ids in the text so far. `MixedParams` index the first dimension of both.
+    logits: [..., V], after the processors. `MixedParams` index the first dimension.
     """
     if isinstance(params, MixedParams):
         probs = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
         for each, rows in params.groups:
-            probs[rows] = probabilities(logits[rows], each, None if seen is None else seen[rows])
+            probs[rows] = probabilities(logits[rows], each)
         return probs
-    logits = penalise(wide(logits), params, seen)
+    logits = wide(logits)
     if params.greedy:
         return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     if params.is_cold:  # subtract the maximum against overflow; divide in float64, where the temperature is not 0
@@ -156,14 +131,6 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     dropped = mass <= 1 - top_p
     dropped[..., -1].fill_(False)
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), -torch.inf)
-
-
-def seen_after(seen: Tensor, tokens: Tensor) -> Tensor:
-    """Return the ids seen before each of J + 1 positions, bool [B, J + 1, V]. Entry j includes the tokens before j.
-
-    seen: bool [B, V], the ids before the first token. tokens: int64 [B, J].
-    """
-    return torch.cat([seen[:, None], one_hot(tokens, seen.shape[-1])], dim=1).cumsum(1) > 0
 
 
 def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:

@@ -142,7 +142,7 @@ class GraphStep:
     def _stands_on(self) -> tuple:
         """Key that invalidates captured functions: buffer addresses and attention paths."""
         kv_slots = [runner.cache.kv_slots for runner in (self.target, *self.drafter.runners)]
-        return self.rows.capacity, kv_slots, self.rows.seen is None, self.switched
+        return self.rows.capacity, kv_slots, self.switched
 
     def _switches(self) -> tuple:
         """Return settings that a caller may change between two steps: deterministic kernels and adapters."""
@@ -158,8 +158,10 @@ class GraphStep:
         return self.graphs.run(key, function)
 
     def _is_uniform(self, context: Context) -> bool:
-        """Return True if all rows have the session's sampling parameters."""
-        return context.params == self.rows.params
+        """Return True if all rows have the session's sampling parameters and processors, without limits."""
+        lasting, processing = [each for each in self.rows.processors if each.until is None], context.processing
+        same = not lasting if processing is None else processing.is_fixed(lasting)
+        return same and not context.likeliest and context.params == self.rows.params
 
     def padded(self, rows: int) -> int:
         """Return the batch size of a fixed pass for this number of rows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,11 +23,12 @@ from bass_core.detokenizer import StopFinder, StopStrings
 from bass_core.drafters import Context
 from bass_core.environment import Fetched
 from bass_core.exactness import randomness, sampling
+from bass_core.exactness.processors import Processing, Processor
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
 from bass_core.interrupts import always
 from bass_core.model.encoder_decoder import Source
-from bass_core.policies.protocol import RowsView
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView
 
 
 @dataclass(eq=False)
@@ -55,8 +56,12 @@ class Request:
     seed: int
     sample: int  # selects the random numbers together with the seed
     params: SamplingParams
+    processors: tuple[Processor, ...] = ()
+    policy: DraftLengthPolicy | None = None  # None: the session's
     stop: StopStrings | None = None
-    ignore_eos: bool = False
+    ends: Mapping[int, str] = field(default_factory=dict)  # ids that end the row, and the finish reasons
+    top_logprobs: int = 0
+    alternatives: list[dict[int, float]] = field(default_factory=list)  # per token: likeliest ids, log-probabilities
     deadline: float | None = None  # time.monotonic() at which the row ends
     finish_reason: str | None = None
     drafted: int = 0  # draft tokens so far
@@ -80,6 +85,18 @@ class Request:
     def limit(self) -> int:
         """Maximum length of the row, prompt included."""
         return len(self.prompt.ids) + self.max_new_tokens
+
+
+class HostReport(NamedTuple):
+    """The decision of a step on the host (see `loop.step.StepReport`). tokens int64 [B, K + 1] and accepted int64 [B]
+    as in `Verified`, flags bool [B]. likeliest: the likeliest ids and their log-probabilities, [B, K + 1, N] each, if a
+    row asks for them."""
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    target_finite: np.ndarray
+    draft_finite: np.ndarray
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,12 +127,11 @@ class Rows:
         device: torch.device,
         vocabulary: int,
         params: SamplingParams,
-        eos: Iterable[int],
+        processors: tuple[Processor, ...] = (),
     ):
-        """params: sampling parameters of batch slots without a row; captured steps assume these for all rows."""
+        """params, processors: of batch slots without a row; captured steps assume these for all rows."""
         self.max_rows, self.capacity, self.device = max_rows, 0, device
-        self.vocabulary, self.params = vocabulary, params
-        self.eos = np.array(sorted(eos), dtype=np.int64)
+        self.vocabulary, self.params, self.processors = vocabulary, params, processors
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
         self._count = itertools.count()
@@ -129,7 +145,7 @@ class Rows:
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
         self.limits = torch.zeros_like(self.lengths)  # maximum lengths
-        self.seen: Tensor | None = None  # bool [max_rows, V], ids in each text, once a row has a repetition penalty
+        self.prompts = torch.zeros_like(self.lengths)  # tokens of the prompts
         self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)  # host copies of the tensors above
         self.lengths_host = np.zeros(max_rows, dtype=np.int64)
         self.steps_host = np.zeros(max_rows, dtype=np.int64)
@@ -169,7 +185,8 @@ class Rows:
         rows = slice(batch_slots.start, batch_slots.stop)
         tokens_host = self.tokens_host[rows, : self.capacity]
         tokens_host.flags.writeable = False  # drafters receive this view
-        params = sampling.of_rows([request.params for request in self.live[rows]] or [self.params], self.device)
+        live = self.live[rows]
+        params = sampling.of_rows([request.params for request in live] or [self.params], self.device)
         return Context(
             batch_slots,
             self.tokens[rows, : self.capacity],
@@ -178,8 +195,19 @@ class Rows:
             self.lengths_host[rows].copy(),
             randomness.StepKeys(self.streams[rows], self.steps[rows], max(most, 1)),
             params,
-            self.seen[rows] if params.needs_history else None,
+            self.prompts[rows],
+            self._processing(live, rows),
+            max((request.top_logprobs for request in live), default=0),
         )
+
+    def _processing(self, live: list[Request], rows: slice) -> Processing | None:
+        """Return the processors of rows, or None if there are none."""
+        own = [request.processors for request in live] or [self.processors]
+        if not any(own):
+            return None
+        generated = self.lengths_host[rows] - self.prompt_lengths[rows]
+        found = Processing(own, generated, self.vocabulary, self.device)
+        return found if found.stages else None
 
     def memory(self, batch_slots: range) -> tuple[Tensor, ...]:
         """Return the tensors that a commit reads and changes: tokens, log-probabilities, lengths, steps, streams."""
@@ -197,16 +225,7 @@ class Rows:
         self.steps[batch_slot] = self.steps_host[batch_slot] = 0
         self.streams[batch_slot] = randomness.stream(request.seed, request.sample)
         self.limits[batch_slot] = self.limits_host[batch_slot] = request.limit
-        if self.seen is None and request.params.needs_history:
-            self.seen = torch.zeros(self.max_rows, self.vocabulary, dtype=torch.bool, device=self.device)
-            self._recall(range(batch_slot))
-        self._recall(range(batch_slot, batch_slot + 1))
-
-    def _recall(self, batch_slots: range) -> None:
-        """Set `seen` of these batch slots from their tokens."""
-        for batch_slot in batch_slots if self.seen is not None else ():
-            self.seen[batch_slot] = False
-            self.seen[batch_slot, self.tokens[batch_slot, : self.lengths_host[batch_slot]]] = True
+        self.prompts[batch_slot] = len(ids)
 
     def begin_anew(self) -> None:
         """Return to capacity 0 with empty batch slots."""
@@ -241,9 +260,6 @@ class Rows:
         if new.shape[1] > 1:
             slots = torch.arange(new.shape[1], device=self.device)
             at, kept = at + slots, slots < moved[:, None]
-        if self.seen is not None:
-            known = self.tokens[rows].gather(1, (lengths[:, None] - 1).clamp(min=0))  # [B, 1], seen already
-            self.seen[rows].scatter_(1, torch.where(kept, new, known), True)
         at = torch.where(kept, at, self.capacity)
         self.tokens[rows].scatter_(1, at, new)
         self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
@@ -258,18 +274,14 @@ class Rows:
         live = len(self.live)
         self.lengths[:live] = torch.from_numpy(self.lengths_host[:live])
         self.steps[:live] = torch.from_numpy(self.steps_host[:live])
-        self._recall(range(live))
 
-    def commit(
-        self, batch_slots: range, new_host: np.ndarray, accepted: np.ndarray, drafted: np.ndarray, failed: np.ndarray
-    ) -> Commit:
+    def commit(self, batch_slots: range, report: HostReport, drafted: np.ndarray, failed: np.ndarray) -> Commit:
         """Apply `advance` to the host's copies and end finished rows.
 
-        new_host, accepted: verified.tokens [B, K + 1] and verified.accepted [B]. drafted: submitted tokens [B].
-        failed: bool [B], rows that end with reason "error" and commit no tokens.
+        drafted: submitted tokens [B]. failed: bool [B], rows that end with reason "error" and commit no tokens.
         """
-        rows = slice(batch_slots.start, batch_slots.stop)
-        accepted_host = np.where(failed, 0, accepted)
+        rows, new_host = slice(batch_slots.start, batch_slots.stop), report.tokens
+        accepted_host = np.where(failed, 0, report.accepted)
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])
         at_host = np.where(columns < emitted[:, None], self.lengths_host[rows, None] + columns, self.capacity)
@@ -281,6 +293,12 @@ class Rows:
         for request, tried, kept in zip(commit.requests, drafted.tolist(), accepted_host.tolist(), strict=True):
             request.drafted += tried
             request.accepted += kept
+        for index, request in enumerate(commit.requests if report.likeliest else ()):
+            if request.top_logprobs == 0:
+                continue
+            for ids, values in zip(*(part[index, : emitted[index]] for part in report.likeliest), strict=True):
+                own = slice(request.top_logprobs)
+                request.alternatives.append(dict(zip(ids[own].tolist(), values[own].tolist(), strict=True)))
         for index, reason in reasons.items():
             self._finish(batch_slots[index], reason)
         return commit
@@ -296,13 +314,11 @@ class Rows:
         index, for rows that end."""
         full = self.lengths_host[rows] + counts >= self.limits_host[rows]
         reasons = dict.fromkeys(np.flatnonzero(full).tolist(), "length")
-        if len(self.eos):
-            is_eos = (new[..., None] == self.eos).any(-1) & (np.arange(new.shape[1]) < counts[:, None])
-            is_eos[[request.ignore_eos for request in self.live[rows]]] = False
-            ends = is_eos.any(1)
-            counts = np.where(ends, is_eos.argmax(1) + 1, counts)
-            reasons |= dict.fromkeys(np.flatnonzero(ends).tolist(), "eos")
-        for index, request in enumerate(self.live[rows]):
+        for index, (request, ids) in enumerate(zip(self.live[rows], new.tolist(), strict=True)):
+            if request.ends:
+                at = next((at for at in range(counts[index]) if ids[at] in request.ends), None)
+                if at is not None:
+                    counts[index], reasons[index] = at + 1, request.ends[ids[at]]
             if request.stop_finder is None or counts[index] == 0:
                 continue
             batch_slot, count = rows.start + index, int(counts[index])
@@ -371,8 +387,7 @@ class Rows:
             self.live.pop()
 
     def _move(self, source: int, destination: int) -> None:
-        tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.limits, self.seen]
+        tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.limits, self.prompts]
         tables += [self.tokens_host, self.lengths_host, self.steps_host, self.prompt_lengths, self.limits_host]
         for table in tables:
-            if table is not None:
-                table[destination] = table[source]
+            table[destination] = table[source]

@@ -17,10 +17,10 @@ from torch import Tensor
 from bass_core.drafters.protocol import Context, Draft, Drafter, checked
 from bass_core.exactness import randomness, sampling, verification
 from bass_core.exactness.randomness import Key, Purpose
-from bass_core.exactness.sampling import MixedParams, SamplingParams
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
 from bass_core.loop.phases import Phases
-from bass_core.loop.rows import Rows
+from bass_core.loop.rows import HostReport, Rows
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy
@@ -56,20 +56,12 @@ class StepOptions:
     wants_p: bool = False
     all_or_none: bool = True
 
-    def is_fused(self, params: SamplingParams | MixedParams) -> bool:
+    def is_fused(self, context: Context) -> bool:
         """Return True if fused kernels support the decision: greedy, or token verification with only a temperature."""
-        if not params.only_temperature or self.wants_p:
+        params = context.params
+        if context.processing is not None or context.likeliest or not params.only_temperature or self.wants_p:
             return False
         return params.greedy or (self.rule == "token" and not params.is_cold)
-
-
-class HostReport(NamedTuple):
-    """A `StepReport` on the host: tokens int64 [B, K + 1] and accepted int64 [B] as in `Verified`, flags bool [B]."""
-
-    tokens: np.ndarray
-    accepted: np.ndarray
-    target_finite: np.ndarray
-    draft_finite: np.ndarray
 
 
 class StepReport(NamedTuple):
@@ -77,22 +69,25 @@ class StepReport(NamedTuple):
 
     packed: int64 [B, K + 4], the columns of `HostReport` in one tensor, so that one copy to the host suffices.
     p: [B, K + 1, V], the target distributions, if computed. fetched: if given, waits for a copy of `packed` to the
-    host and returns the copy. packed may then be None.
+    host and returns the copy. packed may then be None. likeliest: as in `HostReport`.
     """
 
     packed: Tensor | None
     p: Tensor | None = None
     fetched: Callable[[], np.ndarray] | None = None
+    likeliest: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, verified: Verified, draft: Draft, p: Tensor | None) -> StepReport:
+    def of(cls, verified: Verified, draft: Draft, p: Tensor | None, likeliest: tuple | None) -> StepReport:
         flags = verified.accepted, verified.finite, draft.finite
-        return cls(torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1), p)
+        packed = torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1)
+        return cls(packed, p, likeliest=likeliest)
 
     def on_host(self) -> HostReport:
         """Copy the report to the host. The host waits for the device only here."""
         packed = self.packed.cpu().numpy() if self.fetched is None else self.fetched()
-        return HostReport(packed[:, :-3], packed[:, -3], packed[:, -2] != 0, packed[:, -1] != 0)
+        likeliest = self.likeliest and tuple(part.cpu().numpy() for part in self.likeliest)
+        return HostReport(packed[:, :-3], packed[:, -3], packed[:, -2] != 0, packed[:, -1] != 0, likeliest)
 
 
 def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: StepOptions) -> StepReport:
@@ -101,19 +96,19 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
     logits: [B, K + 1, V], target logits after the last committed token and after each draft token.
     """
     params, p, forced = context.params, None, options.forced
-    if kernel_ops.can_fuse(logits, draft.probs) and options.is_fused(params):
+    if kernel_ops.can_fuse(logits, draft.probs) and options.is_fused(context):
         drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
         memory, chances = rows.memory(context.batch_slots), None if forced is None else forced.chances
         return StepReport(
             kernel_ops.commit(logits, *drafted, *memory, chances, params.temperature, options.all_or_none)
         )
-    seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)  # [B, K + 1, V]
+    processed, possible = context._replace(drafted=draft.tokens).processed(logits)  # [B, K + 1, V], [B, K + 1]
     if params.greedy:
-        choices = sampling.penalise(logits, params, seen).argmax(-1)  # [B, K + 1]
+        choices = processed.argmax(-1)  # [B, K + 1]
         outcome = verification.matching(draft.tokens, draft.lengths, choices)
-        p = sampling.probabilities(logits, params.at_temperature_one, seen) if options.wants_p else None
+        p = sampling.probabilities(processed, SamplingParams(1.0)) if options.wants_p else None
     else:
-        p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
+        p = sampling.probabilities(processed, params)  # [B, K + 1, V]
         if options.rule == "coupled":
             choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])  # [B, K + 1]
             outcome = verification.matching(draft.tokens, draft.lengths, choices)
@@ -121,6 +116,9 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
             rule, q = verification.RULES[options.rule], draft.distributions(p.shape[-1])  # q [B, K, V]
             outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
     verified = verification.verified(outcome, draft.tokens, draft.lengths, logits)  # tokens, logprobs [B, K + 1]
+    if possible is not None:
+        chosen = possible.gather(1, verified.accepted[:, None])[:, 0]
+        verified = verified._replace(finite=verified.finite & chosen)
     if forced is not None:
         verified = forced.impose(verified, draft, context)
     fine, live = verified.finite & draft.finite, None  # [B]
@@ -129,7 +127,11 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
     if options.all_or_none:
         fine = (fine if live is None else fine | ~live).all().expand_as(fine)
     rows.advance(context.batch_slots, verified, fine if live is None else fine & live)
-    return StepReport.of(verified, draft, p)
+    likeliest = None
+    if context.likeliest:
+        values, ids = sampling.wide(logits).log_softmax(-1).topk(context.likeliest)
+        likeliest = ids, values
+    return StepReport.of(verified, draft, p, likeliest)
 
 
 class EagerStep:

@@ -85,10 +85,9 @@ class Runner:
         capacity: int = 0,
         layers: Callable[[PreTrainedModel, RaggedCache], Layers] = Layers,
         keeps_hidden: bool = False,
-        suppressed: Sequence[int] = (),
     ):
         """layers: strategy for running the layers. keeps_hidden: store the hidden states of the model's last layer,
-        too. suppressed: ids whose logits are -inf."""
+        too."""
         self.model = model
         self.path = path
         reads = model.config.is_encoder_decoder
@@ -102,7 +101,6 @@ class Runner:
         self.bucket = BUCKET if model.device.type == "cuda" else 1
         self._adapters: tuple[str, ...] = ()  # names of adapters, and the peft layers with adapters
         self._adapted: list[torch.nn.Module] = []
-        self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self.context = architectures.context_length(model)  # positions, or None if the config does not say
         self._switch = architectures.switch(model, path, self._hidden, self.layers.changes)
         self._shared: tuple[tuple, ...] = ()  # values that the layers share within a pass
@@ -259,8 +257,6 @@ class Runner:
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, because compiled code sees one layer at a time
             logits = self.run_model(ids, current)
-        if self._suppressed is not None:
-            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if not fixed:
             self._shared = tuple(current.shared)
         return logits

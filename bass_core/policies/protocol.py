@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -29,6 +30,10 @@ class RowsView:
     lengths: np.ndarray
     generated: np.ndarray
     remaining: np.ndarray
+
+    def of(self, rows: list[int]) -> RowsView:
+        """Return the rows with these indices."""
+        return RowsView(*(column[rows] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,45 @@ class BassHeuristic(DraftLengthPolicy):
         else:
             shorter = self.length - math.ceil(self.length / self.modulus) - self.shrinking
             self.length, self.shrinking = max(1, most_accepted, shorter), 1
+
+
+class OfEachRow(DraftLengthPolicy):
+    """Several policies, each for its own rows. Every policy sees only these rows."""
+
+    def __init__(self, policies: Sequence[DraftLengthPolicy]):
+        """policies: of each live row."""
+        self.rows, groups = len(policies), {}
+        for row, policy in enumerate(policies):
+            groups.setdefault(id(policy), (policy, []))[1].append(row)
+        self.groups: list[tuple[DraftLengthPolicy, list[int]]] = list(groups.values())
+        if any(policy.keep_drafting is not None for policy, _ in self.groups):
+            self.keep_drafting = self._keep_drafting
+
+    def start(self, rows: RowsView) -> None:
+        for policy, own in self.groups:
+            if not rows.steps[own].all():  # some rows are new
+                policy.start(rows.of(own))
+
+    def plan(self, rows: RowsView) -> Tensor:
+        planned = np.zeros(self.rows, np.int64)
+        for policy, own in self.groups:
+            view = rows.of(own)
+            planned[own] = planned_lengths(policy.plan(view), view)[0]
+        return torch.from_numpy(planned)
+
+    def _keep_drafting(self, signals: Signals) -> Tensor:
+        answer = np.full(self.rows, np.iinfo(np.int64).max)
+        for policy, own in self.groups:
+            if policy.keep_drafting is not None:
+                parts = (part[own] for part in (signals.entropy, signals.maximum, signals.drafting))
+                answer[own] = cut_lengths(
+                    answer[own], policy.keep_drafting(Signals(signals.slot, *parts)), signals.slot
+                )
+        return torch.from_numpy(answer)
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        for policy, own in self.groups:
+            policy.update(drafted[own], accepted[own])
 
 
 def expected_tokens(alpha: float | np.ndarray, most: int, seen: float = math.inf) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -28,11 +29,12 @@ Finding = tuple[bool, str, dict]
 ENDING = [0, 1, 0, 1, 0]  # a repetition, so that lookup drafters find a match
 BESIDE = 2  # tokens of the neighbouring row during enumeration
 ADAPTIVE = BassHeuristic(initial=1)
-# Sampling, policy, new tokens. Drafts of two need four new tokens; top_k 2 then keeps the enumeration short.
+# Sampling, repetition penalty, policy, new tokens. Drafts of two need four new tokens; top_k 2 then keeps the
+# enumeration short.
 WAYS = (
-    (SamplingParams(1.0), ADAPTIVE, 3),
-    (SamplingParams(0.6, top_k=2), ADAPTIVE, 4),
-    (SamplingParams(1.3, top_k=2, repetition_penalty=1.5), FixedLength(2), 4),
+    (SamplingParams(1.0), 1.0, ADAPTIVE, 3),
+    (SamplingParams(0.6, top_k=2), 1.0, ADAPTIVE, 4),
+    (SamplingParams(1.3, top_k=2), 1.5, FixedLength(2), 4),
 )
 NEW, ROWS, PLACES = 16, 6, 2  # new tokens, rows, batch slots: rows wait, end and move
 
@@ -119,21 +121,22 @@ def _law(pair: ModelPair, rule: str) -> Finding:
     """Enumerate a row in batch slot 1. The row moves to slot 0 when the greedy row there has ended."""
     prompt, beside, distances, drafted, accepted = torch.tensor(ENDING), torch.tensor(ENDING[1:]), {}, 0, 0
     options = {"verification": rule, "eos_token_id": (), "max_batch_size": PLACES, "trace": "off"}
-    for way, policy, new in WAYS:
+    for params, penalty, policy, new in WAYS:
+        own = vars(params) | {"repetition_penalty": penalty, "max_new_tokens": new}
 
-        def run(way: SamplingParams = way, policy: DraftLengthPolicy = policy, new: int = new) -> tuple[int, ...]:
+        def run(own: dict[str, Any] = own, policy: DraftLengthPolicy = policy) -> tuple[int, ...]:
             nonlocal drafted, accepted
             with Session(pair, seed=1, draft_length=policy, **options) as session:
                 first = session.submit(beside, max_new_tokens=BESIDE)  # greedy: no random decisions
-                row = session.submit(prompt, max_new_tokens=new, **vars(way))
+                row = session.submit(prompt, **own)
                 while not session.idle:
                     session.step()
                 drafted, accepted = drafted + first.drafted + row.drafted, accepted + first.accepted + row.accepted
                 return tuple(session.result(row).sequence.tolist())
 
         found = Oracle().laws(run)
-        expected = plain_decoding.exact_law(pair.target, prompt, way, new)
-        distances[f"{way}, {policy}"] = total_variation(found, expected)
+        expected = plain_decoding.exact_law(pair.target, prompt, params, new, penalty)
+        distances[f"{params}, {penalty}, {policy}"] = total_variation(found, expected)
     worst = max(distances.values())
     tested = f"total variation {worst:.1e}, allowed {EXACT:.0e}; {accepted} of {drafted} drafts accepted"
     return worst < EXACT, tested, {"distances": distances, "drafted": drafted, "accepted": accepted}

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from bass_core import options
 from bass_core.exactness import sampling
@@ -22,7 +22,7 @@ from bass_core.prompts import first_ids
 
 OTHER = -1  # any token outside the likeliest
 # Generation options that `plain` keeps: suppressed ids and the first id.
-KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id")
+KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id", "forced_bos_token_id")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Te
 
 @torch.inference_mode()
 def exact_law(
-    target: PreTrainedModel, prompt: Tensor, params: SamplingParams, tokens: int
+    target: PreTrainedModel, prompt: Tensor, params: SamplingParams, tokens: int, repetition_penalty: float = 1.0
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of every text of `tokens` tokens after `prompt`, from the target's plain forward pass.
     Needs few outcomes (top_k): all prefixes of a length are rows of one batch."""
@@ -72,8 +72,9 @@ def exact_law(
     first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
     for _ in range(tokens):
         logits = _after(target, prompt, texts, first)
-        seen = sampling.one_hot(texts, logits.shape[-1]).any(1) if params.needs_history else None
-        p = sampling.probabilities(logits, params, seen)  # [N, V]
+        if repetition_penalty != 1:
+            logits = RepetitionPenaltyLogitsProcessor(repetition_penalty)(texts, logits)
+        p = sampling.probabilities(logits, params)  # [N, V]
         rows, ids = (p > 0).nonzero(as_tuple=True)
         texts, mass = torch.cat([texts[rows], ids[:, None]], 1), mass[rows] * p[rows, ids].double()
     return dict(zip(map(tuple, texts[:, first:].tolist()), mass.tolist(), strict=True))
@@ -112,6 +113,8 @@ def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -
     with plain(target):
         logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
     logits[:, never + (not_first if texts.shape[1] == first else [])] = -torch.inf
+    if config.forced_bos_token_id is not None and texts.shape[1] == 1:
+        logits[:, torch.arange(logits.shape[1]) != config.forced_bos_token_id] = -torch.inf
     return logits
 
 

@@ -99,10 +99,10 @@ def next_token_law(model: TabularModel, prefix: list[int], **processing) -> np.n
 
 
 def transformers_law(
-    logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+    logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, processors=()
 ) -> torch.Tensor:
     """Return probabilities [B, V] from transformers' logits processors in transformers' order."""
-    steps = LogitsProcessorList()
+    steps = LogitsProcessorList(processors)
     if repetition_penalty != 1:
         steps.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
     steps.append(TemperatureLogitsWarper(float(temperature)))

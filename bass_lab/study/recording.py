@@ -197,7 +197,7 @@ def _rollouts(
         keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
         listener = _Listener()
         context = Context(
-            range(len(ends)), tokens[rows], tokens[rows].cpu().numpy(), ends, at[rows] + 1, keys, params, seen=None
+            range(len(ends)), tokens[rows], tokens[rows].cpu().numpy(), ends, at[rows] + 1, keys, params, prompts=ends
         )
         drafter.draft(context, lengths[rows], listener)
         heard = torch.stack(listener.heard, -1).numpy()  # [2, rows, slots]

@@ -19,7 +19,7 @@ def lookup(rows, k, longest=3, shortest=1):
     nothing = torch.zeros(len(rows), dtype=torch.int64)
     keys, params = StepKeys(nothing, nothing, k), bass.SamplingParams()
     known = tokens, tokens.numpy(), torch.from_numpy(lengths), lengths
-    context = Context(range(len(rows)), *known, keys, params, seen=None)
+    context = Context(range(len(rows)), *known, keys, params, prompts=nothing)
     draft = bass.NgramDrafter(longest, shortest).draft(context, np.full(len(rows), k), bass.FixedLength(k))
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 

@@ -8,9 +8,11 @@ import torch
 from tiny import VOCABULARY, byte_tokenizer, forward_passes, ragged_prompts, tiny_model
 from transformers import (
     DynamicCache,
+    EncoderNoRepeatNGramLogitsProcessor,
     GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -32,6 +34,7 @@ BATCH = {
     "input_ids": torch.stack([torch.nn.functional.pad(prompt, (WIDTH - len(prompt), 0)) for prompt in PROMPTS]),
     "attention_mask": torch.stack([(torch.arange(WIDTH) >= WIDTH - len(prompt)).long() for prompt in PROMPTS]),
 }
+EOS = list(range(10, 60))
 ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
 
 
@@ -78,6 +81,17 @@ def test_ngram_drafts_and_short_integers_equal_generate():
         {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first id
         {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # unused without sampling
         {"generation_config": GenerationConfig(max_length=WIDTH + 3, pad_token_id=7)},
+        {"min_new_tokens": 8, "eos_token_id": EOS, "pad_token_id": PAD},
+        {"min_length": WIDTH + 6, "eos_token_id": EOS, "pad_token_id": PAD},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[each, other] for each in range(10, 60) for other in range(10, 60, 3)]},
+        {"sequence_bias": {(each,): 2.0 for each in range(20)} | {(12, 13): -3.0}},
+        {"forced_eos_token_id": [3, 4]},
+        {"forced_bos_token_id": 3, "input_ids": PROMPTS[4][None], "attention_mask": None},
+        {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": EOS, "pad_token_id": PAD},
+        {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5), NoRepeatNGramLogitsProcessor(2)])},
+        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, 3)]},
+        {"logits_processor": [SuppressTokensAtBeginLogitsProcessor(list(range(40)), WIDTH + 3)]},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},  # time counts from the collection of tests
     ],
     ids=lambda options: ",".join(options),
@@ -188,11 +202,8 @@ def of_new_tokens_alone(penalty):
 
 
 REFUSED = (
-    "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4, 5]]",
-    "sequence_bias={(4,): 2.0}", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
-    "renormalize_logits=True", "forced_bos_token_id=3",
-    "forced_eos_token_id=3", "remove_invalid_values=True", "exponential_decay_length_penalty=(3, 1.5)",
-    "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
+    "num_beams=3", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
+    "renormalize_logits=True", "remove_invalid_values=True", "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
     "output_scores=True", "output_logits=True", "output_attentions=True", "output_hidden_states=True",
     "prompt_lookup_num_tokens=3", "penalty_alpha=0.6", "dola_layers='high'",
 )  # fmt: skip
@@ -216,27 +227,19 @@ def test_options_of_the_models_configuration_are_refused(monkeypatch):
         monkeypatch.setattr(small(), "generation_config", GenerationConfig(**options))
         return by_bass()
 
-    with pytest.raises(ValueError, match="no_repeat_ngram_size"):
-        by_bass_with(no_repeat_ngram_size=2, pad_token_id=PAD)
+    with pytest.raises(ValueError, match="typical_p"):
+        by_bass_with(typical_p=0.5, pad_token_id=PAD)
     # hub models set these options; generate drops the cache
     assert by_bass_with(cache_implementation="hybrid", temperature=0.6, top_k=20).shape == (5, WIDTH + NEW)
     assert torch.equal(by_bass_with(pad_token_id=PAD, **NEUTRAL), by_bass_with(pad_token_id=PAD))
 
 
-PENALTY, HALVED = {"repetition_penalty": 1.4}, {"temperature": 0.5, "do_sample": True}  # generate would divide twice
-IN_THE_MIDDLE = SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"logits_processor": LogitsProcessorList([Any()])}, "the logits processor Any"),
-        ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}, "set the option temperature"),
-        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, 3)], **PENALTY}, "RepetitionPenaltyLogitsProc"),
-        ({"logits_processor": [of_new_tokens_alone(1.4)], **PENALTY}, "RepetitionPenaltyLogitsProcessor"),
-        ({"logits_processor": [IN_THE_MIDDLE], "begin_suppress_tokens": [5]}, "SuppressTokensAtBeginLogitsProcessor"),
-        ({"logits_processor": [TemperatureLogitsWarper(0.5)], **HALVED}, "TemperatureLogitsWarper"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [4]}, "prefix_allowed_tokens_fn"),
+        ({"logits_processor": [EncoderNoRepeatNGramLogitsProcessor(2, PROMPTS[1])]}, "EncoderNoRepeatNGram.* batch"),
+        ({"logits_processor": [of_new_tokens_alone(1.4)]}, "a repetition penalty with prompt_ignore_length"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [4]}, "PrefixConstrained.* depends on the batch"),
         ({"stopping_criteria": StoppingCriteriaList([Any()])}, "the stopping criterion Any"),
         ({CACHE: DynamicCache()}, CACHE),
         ({"inputs_embeds": torch.randn(5, WIDTH, 32)}, "inputs_embeds"),
@@ -309,7 +312,7 @@ def test_streamer_receives_prompt_tokens_and_end():
 def test_streamer_ends_after_an_error():
     for options, kind, error in (
         ({"max_new_tokens": 1000}, ValueError, "beyond the target model's context"),
-        ({"no_repeat_ngram_size": 2}, ValueError, "no_repeat_ngram_size"),
+        ({"typical_p": 0.5}, ValueError, "typical_p"),
         ({"draft_model": "a name"}, TypeError, "draft_model must be .*got 'a name'"),
     ):
         heard = Heard()

@@ -115,8 +115,8 @@ def asked(monkeypatch, kind: str, **options) -> bass.ModelPair:
 
 def test_forced_first_token(monkeypatch):
     pair, read = asked(monkeypatch, "mbart", forced_bos_token_id=7), sources("mbart", *LENGTHS)
-    out = bass.generate(pair, read, max_new_tokens=NEW - 1)
-    assert [[7, *sequence.tolist()] for sequence in out.sequences] == [alone(pair.target, each, NEW) for each in read]
+    out = bass.generate(pair, read, max_new_tokens=NEW)
+    assert [sequence.tolist() for sequence in out.sequences] == [alone(pair.target, each, NEW) for each in read]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_forced_eos_replaces_an_eos_at_the_last_position():
     options |= {"max_new_tokens": last + 1, "eos_token_id": [text[last], 3], "forced_eos_token_id": [3]}
     expected, options["draft_model"] = pair.target.generate(**options), pair.draft
     assert expected[0, -1] == 3 and torch.equal(pair.target.generate(**options, **OURS), expected)
-    with pytest.raises(ValueError, match=r"forced_eos_token_id=\[3, 4\]: give one id, or do_sample=False"):
-        pair.target.generate(**options | {"do_sample": True, "forced_eos_token_id": [3, 4]}, **OURS)
+    drawn = pair.target.generate(**options | {"do_sample": True, "forced_eos_token_id": [3, 4]}, **OURS)
+    assert drawn[0, -1] in (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import torch
 from recording import texts, use_fixed_steps, use_on_cpu
 from sessions import PAIR, TARGET, alone, run_to_the_end, session_over
 from tiny import ragged_prompts
+from transformers import NoRepeatNGramLogitsProcessor
 from trial_policies import StopWhenUnsure
 
 import bass_core as bass
@@ -17,8 +18,13 @@ WAYS = [
     {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
     {"temperature": 1e-8},
     {"temperature": 1.5, "top_p": 0.7},
+    {"processors": [bass.Penalties(1.3, 0.5, 0.2)], "temperature": 0.8},
+    {"processors": [bass.Bias({3: 2.0, 9: -torch.inf}), NoRepeatNGramLogitsProcessor(1), bass.MinTokens(4)]},
+    {"draft_length": 0, "temperature": 0.7},
+    {"draft_length": bass.BassHeuristic(initial=1, limit=4), "repetition_penalty": 1.4},
 ]
-PROMPTS = ragged_prompts(5, 9, 13, 7, 3, 8)
+UNDRAFTED = [way for way in WAYS if not way.get("draft_length")]
+PROMPTS = ragged_prompts(5, 9, 13, 7, 3, 8, 4, 6, 11, 9)
 NEW = 10
 
 
@@ -26,7 +32,7 @@ def mixed(ways=WAYS, **options) -> list[bass.Result]:
     """Decode a row per prompt with its own options. Most rows join after two steps."""
     session = session_over(max_batch_size=4, **options)
     handles = []
-    for prompt, way in zip(PROMPTS, ways, strict=True):
+    for prompt, way in zip(PROMPTS, ways, strict=False):
         handles.append(session.submit(prompt, max_new_tokens=NEW, **way))
         if len(handles) == 3:
             session.step()
@@ -37,7 +43,7 @@ def mixed(ways=WAYS, **options) -> list[bass.Result]:
 
 def assert_rows_are_as_alone(ways=WAYS, **options) -> None:
     for row, (found, way) in enumerate(zip(mixed(ways, **options), ways, strict=True)):
-        expected = alone(row, PROMPTS[row], NEW, **options | way)
+        expected = alone(row, PROMPTS[row], NEW, **options | way)  # as options of the session
         assert found.sequence.tolist() == expected.sequence.tolist(), (row, way)
         assert torch.allclose(found.logprobs, expected.logprobs)
 
@@ -51,12 +57,17 @@ DRAFTS = {"model": PAIR, "n-gram": bass.ModelPair(TARGET)}
         ("model", "token", {"trace": "tokens"}),
         ("model", "block", {"draft_length": StopWhenUnsure()}),
         ("n-gram", "block", {}),
-        ("n-gram", "token", {"draft_length": 0}),
         ("model", "coupled", {}),
     ],
 )
 def test_rows_are_as_alone(draft, rule, options):
     assert_rows_are_as_alone(pair=DRAFTS[draft], verification=rule, **options)
+
+
+def test_rows_of_a_session_without_drafts_are_as_alone():
+    assert_rows_are_as_alone(UNDRAFTED, pair=DRAFTS["n-gram"], draft_length=0)
+    with pytest.raises(ValueError, match="draft_length=2 needs a drafter, but this session has draft_length=0"):
+        session_over(draft_length=0).submit(PROMPTS[0], max_new_tokens=NEW, draft_length=2)
 
 
 def test_a_sampling_session_takes_greedy_rows():
@@ -70,7 +81,8 @@ def test_a_sampling_session_takes_greedy_rows():
 def test_recorded_steps_give_the_same_texts(monkeypatch, draft, rule, k):
     use_on_cpu(monkeypatch)
     eager, recorded = (
-        mixed(pair=DRAFTS[draft], verification=rule, draft_length=k, compile=compile) for compile in ("off", "graphs")
+        mixed(WAYS if k else UNDRAFTED, pair=DRAFTS[draft], verification=rule, draft_length=k, compile=compile)
+        for compile in ("off", "graphs")
     )
     assert [row.sequence.tolist() for row in recorded] == [row.sequence.tolist() for row in eager]
 
