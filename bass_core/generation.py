@@ -32,7 +32,7 @@ class Generation:
     """Result of `generate`, with one entry per row. The rows of a prompt are adjacent.
 
     sequences: int64 ids on the host, without prompt and padding, with the EOS or the last token of a stop string.
-    texts: decoded without special tokens, up to the stop string; None without a tokenizer.
+    texts: decoded without special tokens, up to the stop string. Raises ValueError without a tokenizer.
     logprobs: log-probability of each token under the target, float32, at temperature 1 and without other processing
         except that ids suppressed by the generation_config have probability 0.
     finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for an interrupted row.
@@ -43,7 +43,7 @@ class Generation:
     """
 
     sequences: list[Tensor]
-    texts: list[str | None]
+    decoded: list[str | None]  # `texts`, or None without a tokenizer
     logprobs: list[Tensor]
     finish_reasons: list[str | None]
     trace: Trace
@@ -71,10 +71,14 @@ class Generation:
         """Return a row, or a list of rows for a slice. Raises IndexError beyond the last row."""
         if isinstance(row, slice):
             return list(self)[row]
-        return Result(self.sequences[row], self.texts[row], self.logprobs[row], self.finish_reasons[row])
+        return Result(self.sequences[row], self.decoded[row], self.logprobs[row], self.finish_reasons[row])
 
     def __iter__(self) -> Iterator[Result]:
         return (self[row] for row in range(len(self)))
+
+    @property
+    def texts(self) -> list[str]:
+        return [row.text for row in self]
 
     @property
     def by_prompt(self) -> list[list[Result]]:
@@ -89,7 +93,7 @@ class Generation:
             {
                 "prompt": [row // self.samples for row in range(len(self))],
                 "sample": [row % self.samples for row in range(len(self))],
-                "text": self.texts,
+                "text": self.decoded,
                 "tokens": [len(sequence) for sequence in self.sequences],
                 "logprob": [float(logprobs.sum()) for logprobs in self.logprobs],
                 "finish_reason": self.finish_reasons,

@@ -93,12 +93,19 @@ class Commit:
 
 
 class Result(NamedTuple):
-    """Result of one row. text is None without a tokenizer; finish_reason is None while the row runs."""
+    """Result of one row. decoded: the text, or None without a tokenizer. finish_reason is None while the row runs."""
 
     sequence: Tensor
-    text: str | None
+    decoded: str | None
     logprobs: Tensor
     finish_reason: str | None
+
+    @property
+    def text(self) -> str:
+        """The decoded text. Raises ValueError without a tokenizer."""
+        if self.decoded is None:
+            raise ValueError("the pair has no tokenizer, so rows have no text; use ModelPair(..., tokenizer=...)")
+        return self.decoded
 
 
 class Rows:
