@@ -21,7 +21,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt, Request
 from bass_core.loop.step import ForcedAcceptance
 from bass_core.loop.trace import StepEvent, Trace
-from bass_core.options import among
+from bass_core.options import Attention, Compile, OnRowError, TraceLevel, Verification, among
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import PromptLike, prompts_of
 from bass_core.session import Result, Session
@@ -129,18 +129,18 @@ def generate(
     repetition_penalty: float | None = None,
     seed: int = 0,
     draft_length: int | DraftLengthPolicy | None = None,
-    verification: str = "token",
-    attention: str = "auto",
-    compile: str = "auto",
+    verification: Verification = "token",
+    attention: Attention = "auto",
+    compile: Compile = "auto",
     acceptance: ForcedAcceptance | None = None,
     max_batch_size: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
     generation_config: GenerationConfig | None = None,
     time_budget: float | None = None,
-    on_row_error: str = "raise",
+    on_row_error: OnRowError = "raise",
     on_step: Callable[[StepEvent], None] | None = None,
-    trace: str = "steps",
+    trace: TraceLevel = "steps",
 ) -> Generation:
     """Continue every prompt by batched speculative decoding. The text has exactly the target model's distribution.
 

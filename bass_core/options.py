@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -12,13 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from bass_core import checks
 from bass_core.detokenizer import StopStrings
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.exactness.verification import RULES
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import generation_defaults
 from bass_core.policies.protocol import DraftLengthPolicy
 
-LEVELS = ("off", "steps", "tokens")  # values of trace=
-COMPILE = ("auto", "off", "graphs", "compiled", "compiled+graphs")
+Verification: TypeAlias = Literal["token", "block", "coupled"]
+Attention: TypeAlias = Literal["auto", "ragged", "pad", "split", "eager"]
+Compile: TypeAlias = Literal["auto", "off", "graphs", "compiled", "compiled+graphs"]
+OnRowError: TypeAlias = Literal["raise", "finish"]
+TraceLevel: TypeAlias = Literal["off", "steps", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,24 @@ class Options:
     repetition_penalty: float | None
     seed: int
     draft_length: int | DraftLengthPolicy | None
-    verification: str
-    attention: str
-    compile: str
+    verification: Verification
+    attention: Attention
+    compile: Compile
     acceptance: Any
     eos_token_id: int | Iterable[int] | None
     stop: str | Sequence[str]
     generation_config: GenerationConfig | None
-    on_row_error: str
+    on_row_error: OnRowError
     prefill_chunk: int | None
-    trace: str
+    trace: TraceLevel
 
     def __post_init__(self):
         for name, least in (("seed", None), ("max_batch_size", 1), ("prefill_chunk", 1)):
             if (value := getattr(self, name)) is not None or name != "prefill_chunk":
                 object.__setattr__(self, name, checks.integer(name, value, least))
-        checks.one_of("verification", self.verification, (*RULES, "coupled"))
-        checks.one_of("on_row_error", self.on_row_error, ("raise", "finish"))
-        checks.one_of("trace", self.trace, LEVELS)
-        checks.one_of("compile", self.compile, COMPILE)
+        kinds = {"verification": Verification, "on_row_error": OnRowError, "trace": TraceLevel, "compile": Compile}
+        for name, kind in kinds.items():
+            checks.one_of(name, getattr(self, name), get_args(kind))
         if isinstance(self.acceptance, str):
             raise TypeError(
                 f"acceptance must be None or an object that draws accepted lengths, got {self.acceptance!r}; write "

@@ -24,7 +24,7 @@ from bass_core import checks
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.environment import on_stream
 from bass_core.execution import Execution, execution
-from bass_core.interrupts import Exclusive, always
+from bass_core.interrupts import Exclusive, StepRunning, always
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
@@ -34,13 +34,9 @@ from bass_core.loop.step import EagerStep, ForcedAcceptance, HostReport, StepOpt
 from bass_core.loop.trace import StepEvent, Trace
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
-from bass_core.options import Options, among, stop_strings
+from bass_core.options import Attention, Compile, OnRowError, Options, TraceLevel, Verification, among, stop_strings
 from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
-
-
-class StepRunning(RuntimeError):
-    """Raised for a change of a session while a step of this session runs."""
 
 
 class Session:
@@ -70,16 +66,16 @@ class Session:
         repetition_penalty: float | None = None,
         seed: int = 0,
         draft_length: int | DraftLengthPolicy | None = None,
-        verification: str = "token",
-        attention: str = "auto",
-        compile: str = "auto",
+        verification: Verification = "token",
+        attention: Attention = "auto",
+        compile: Compile = "auto",
         acceptance: ForcedAcceptance | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop: str | Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
-        on_row_error: str = "raise",
+        on_row_error: OnRowError = "raise",
         prefill_chunk: int | None = None,
-        trace: str = "steps",
+        trace: TraceLevel = "steps",
     ):
         self.options, self.pair = Options(**among(locals())), model_pair(pair)
         self.asked = self.options.resolved(pair)
@@ -342,8 +338,7 @@ class Session:
         self.phases.enter("prefill")
         request, chunk = self.batch.read_chunk()
         self.phases.enter("commit")
-        reading, after = self.phases.end()
-        self.trace.record_chunk(self._step, request.row, chunk.start, reading, after)
+        self.trace.record_chunk(self._step, request.row, chunk.start, *self.phases.end())
         self._step += 1
         return StepEvent(self._step - 1, [], [], [], [])
 
@@ -365,12 +360,11 @@ class Session:
             index = int(failed.argmax())
             role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
             foreign = "" if isinstance(model, PreTrainedModel) else "(or ids outside the target's vocabulary) "
-            row = self.rows.live[context.batch_slots[index]]
             self._take_back()
             raise FloatingPointError(
-                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"
-                f"for row {row.row} at step {self._step}; no token of this step was committed. "
-                "Use on_row_error='finish' to end only the affected rows"
+                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}for row "
+                f"{self.rows.live[context.batch_slots[index]].row} at step {self._step}; no token of this step was "
+                "committed. Use on_row_error='finish' to end only the affected rows"
             )
         return failed
 
@@ -393,8 +387,7 @@ class Session:
     def _record(
         self, kind: str, planned: np.ndarray, context: Context, draft: Draft, p: Tensor | None, commit: Commit
     ) -> StepEvent:
-        spans = self.phases.end()
-        times = spans if kind == "decode" else [0.0, 0.0, *spans]
+        times = self.phases.end() if kind == "decode" else [0.0, 0.0, *self.phases.end()]
         event = self.trace.record_commit(self._step, kind, planned, context, draft, p, commit, times)
         self._step += 1
         return event

@@ -151,14 +151,14 @@ def hub_or_cache(names: Iterable[tuple[str | Path, str | None]]) -> Iterator[Non
         check_there(name, revision)
         if name in PACKAGED or Path(name).is_dir():
             continue
-        if reason is None:
-            try:
+        try:
+            if reason is None:
                 url = hf_hub_url(name, CONFIG_NAME, revision=revision)
                 get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-            except (OSError, ValueError):
-                pass  # the hub has answered; `load_model` reports the reason
-            except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
-                reason = f"{constants.ENDPOINT} cannot be reached ({error})"
+        except (OSError, ValueError):
+            pass  # the hub has answered; `load_model` reports the reason
+        except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+            reason = f"{constants.ENDPOINT} cannot be reached ({error})"
         if reason and not isinstance(try_to_load_from_cache(name, CONFIG_NAME, revision=revision), str):
             raise ValueError(f"cannot load {name!r}: no such folder, not in the hub's cache, and {reason}")
     constants.HF_HUB_OFFLINE = reason is not None

@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 8537,
-    "core": 10_334,
+    "thin core": 8586,
+    "core": 10_386,
     "core files": 47,
-    "tests": 28_355,
-    "all": 67_180,
+    "tests": 28_399,
+    "all": 67_276,
 }  # current values, to be lowered
 
 
