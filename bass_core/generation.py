@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -116,6 +115,7 @@ class Interrupted(KeyboardInterrupt):
         self.generation = generation
 
 
+@checks.names_arguments
 def generate(
     pair: ModelPair,
     prompts: PromptLike | Sequence[PromptLike],
@@ -199,6 +199,7 @@ def generate(
         return Generation.of(session, handles, samples)
 
 
+@checks.names_arguments
 def stream(
     pair: ModelPair,
     prompts: PromptLike | Sequence[PromptLike],
@@ -215,8 +216,6 @@ def stream(
     `FinalText`). Leaving the loop ends the decoding. Invalid arguments raise at the call, as in `generate`. Raises
     ValueError for a pair without a tokenizer.
     """
-    if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
-        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; use the arguments of generate()")
     ends = deadline(time_budget)
     ids = prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
@@ -227,6 +226,7 @@ def stream(
     return _pieces(session, _submit(session, ids, samples, max_new_tokens), ends)
 
 
+@checks.names_arguments
 async def astream(
     pair: ModelPair, prompts: PromptLike | Sequence[PromptLike], **options: Any
 ) -> AsyncIterator[tuple[int, str]]:

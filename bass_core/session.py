@@ -54,6 +54,7 @@ class Session:
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set by `profiling.profile`
 
+    @checks.names_arguments
     def __init__(
         self,
         pair: ModelPair,
@@ -124,6 +125,7 @@ class Session:
 
     # --- requests ---------------------------------------------------------------------------------
 
+    @checks.names_arguments
     def submit(
         self,
         prompt: PromptLike | Prompt,

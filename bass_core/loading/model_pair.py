@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core import drafters
+from bass_core import checks, drafters
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 from bass_core.loading.checkpoints import hub_or_cache, load_model, load_tokenizer, place, plain_tensors
 from bass_core.loading.compatibility import check_decoder, check_same_kind, check_same_tokens, transformers_model
@@ -128,6 +128,7 @@ class ModelPair:
         return any(has_dummy_weights(model) for model in self.models)
 
 
+@checks.names_arguments
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | Drafter | None = None,
