@@ -7,6 +7,7 @@ length 0. Storage, random numbers and bookkeeping are in other modules; `_decode
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import weakref
 from collections import deque
@@ -37,6 +38,8 @@ from bass_core.model.runner import Runner
 from bass_core.options import Attention, Compile, OnRowError, Options, TraceLevel, Verification, among, stop_strings
 from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -94,6 +97,7 @@ class Session:
         self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self.asked.eos)
         self.batch = Batch(self.rows, self.target, self.drafter, self.options.prefill_chunk)
         self.trace = Trace(trace, **self._about(paths, how))
+        log.info("session of %s, %d batch slots, %s", pair, slots, self.trace.meta)
         me = weakref.ref(self)  # without a reference cycle, a dropped session frees its memory at once
         self.phases = Phases(pair.device, lambda: me()._listener())
         forced = None if acceptance is None else acceptance.on(pair.device)
@@ -392,4 +396,5 @@ class Session:
         times = self.phases.end() if kind == "decode" else [0.0, 0.0, *self.phases.end()]
         event = self.trace.record_commit(self._step, kind, planned, context, draft, p, commit, times)
         self._step += 1
+        log.debug("%s: %s", kind, event)
         return event

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 
 import pytest
@@ -183,6 +184,14 @@ def test_asynchronous_stream_may_be_cancelled(slow_steps):
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(all_pieces(TEXTS * 4), timeout=0.02))
     assert generate(max_new_tokens=1).texts
+
+
+def test_log_names_the_session_and_its_steps(caplog):
+    caplog.set_level(logging.DEBUG, "bass_core")
+    generate(max_new_tokens=2)
+    session, *steps = [record for record in caplog.records if record.name == "bass_core.session"]
+    assert session.levelname == "INFO" and "3 batch slots, {'attention': 'pad'" in session.message
+    assert [step.message.split()[0] for step in steps] == ["prefill:", "decode:"]
 
 
 def test_program_may_end_while_it_streams(slow_steps, caplog):
