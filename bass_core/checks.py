@@ -1,13 +1,57 @@
-"""Check values from callers and files. Errors name the value and the accepted values."""
+"""Check arguments, and values from callers and files. Errors name the value and the accepted values."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 Kinds = dict[str, type | tuple[type, ...]]  # accepted types by name of the field
+F = TypeVar("F", bound=Callable[..., Any])
+ARGUMENTS: dict[str, set[str]] = {}  # names of the arguments of functions with `names_arguments`
+INSTEAD = {  # arguments of other libraries
+    "do_sample": "temperature=… (0 is greedy)", "n": "num_return_sequences=…", "max_tokens": "max_new_tokens=…",
+    "max_length": "max_new_tokens=… (without the prompt)", "stop_strings": "stop=…", "device_map": "device=…",
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), "processors=[bass.MinTokens(n)]"), "torch_dtype": "dtype=…",
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "processors=[bass.Penalties(…)]"),
+    "logit_bias": "processors=[bass.Bias({id: value})]", "logits_processor": "processors=[…]",
+    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "draft_length=…"),
+    "batch_size": "max_batch_size=…", "stop_token_ids": "eos_token_id=[…]", "assistant_model": "draft=…",
+    "draft_model": "draft=…", "streamer": "use bass.stream(pair, prompts)",
+    "tokenizer": "use ModelPair(target, draft, tokenizer=…)", "num_beams": "beam search is not supported",
+}  # fmt: skip
+
+
+def names_arguments(function: F) -> F:
+    """Let the TypeError for an unknown argument name the argument to use. `**options` are those of `stream`."""
+    name = function.__qualname__.removesuffix(".__init__")
+    known = ARGUMENTS[name] = set(inspect.signature(function).parameters)
+    if "options" in known:
+        known |= ARGUMENTS["Session"] | ARGUMENTS["stream"]
+
+    @functools.wraps(function)
+    def checked(*given, **options):
+        for wrong in options.keys() - known:
+            raise TypeError(f"{name}() has no argument {wrong!r}; {_instead(wrong, known)}")
+        return function(*given, **options)
+
+    return checked
+
+
+def _instead(wrong: str, known: set[str]) -> str:
+    wanted = INSTEAD.get(wrong, f"{wrong}=…")
+    argument = wanted.partition("=")[0]
+    if argument in known:
+        return f"set {wanted}"
+    for name, arguments in ARGUMENTS.items():
+        if argument in arguments:
+            return f"pass {wanted} to {name}()"
+    close = difflib.get_close_matches(wrong, known, 1) or ["one of " + ", ".join(sorted(known))]
+    return wanted if wrong in INSTEAD else f"did you mean {close[0]}?"
 
 
 def integer(name: str, value: Any, least: int | None = 0) -> int:

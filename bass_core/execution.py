@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.step import EagerStep
+from bass_core.model import kernel_ops
 from bass_core.model.runner import Layers
+from bass_core.options import Options
+from bass_core.policies.protocol import DraftLengthPolicy
 
 if TYPE_CHECKING:
     from bass_core.gpu.graph_step import GraphStep
@@ -25,6 +29,22 @@ class Execution(NamedTuple):
     def name(self) -> str:
         """The corresponding value of `compile=`."""
         return "+".join([name for name, on in (("compiled", self.compiled), ("graphs", self.recorded)) if on]) or "off"
+
+    def about(
+        self, pair: ModelPair, paths: Sequence[str], options: Options, greedy: bool, policy: DraftLengthPolicy
+    ) -> dict[str, object]:
+        """Return the metadata of a session's trace. paths: attention paths. greedy: of the session's own rows."""
+        acceptance = options.acceptance
+        return {
+            "attention": paths[0],
+            "draft_attention": paths[1] if len(paths) > 1 else None,
+            "compile": self.name,
+            "kernels": "triton" if kernel_ops.run_on(pair.device) else "torch",
+            "synthetic": pair.synthetic or acceptance is not None,
+            "acceptance": "earned" if acceptance is None else acceptance.name,
+            "verification": "greedy" if greedy else options.verification,
+            "policy": repr(policy),
+        }
 
     def layers(self, device: torch.device) -> Callable[..., Layers]:
         """Return the layer class for models on this device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt, Request
 from bass_core.loop.step import ForcedAcceptance
 from bass_core.loop.trace import StepEvent, Trace
-from bass_core.options import among
+from bass_core.options import Attention, Compile, OnRowError, TraceLevel, Verification, among
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import PromptLike, prompts_of
 from bass_core.session import Result, Session
@@ -33,7 +32,7 @@ class Generation:
     """Result of `generate`, with one entry per row. The rows of a prompt are adjacent.
 
     sequences: int64 ids on the host, without prompt and padding, with the EOS or the last token of a stop string.
-    texts: decoded without special tokens, up to the stop string; None without a tokenizer.
+    texts: decoded without special tokens, up to the stop string. Raises ValueError without a tokenizer.
     logprobs: log-probability of each token under the target, float32, at temperature 1 and without other processing.
     finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for an interrupted row.
     trace: the record of all steps.
@@ -43,7 +42,7 @@ class Generation:
     """
 
     sequences: list[Tensor]
-    texts: list[str | None]
+    decoded: list[str | None]  # `texts`, or None without a tokenizer
     logprobs: list[Tensor]
     finish_reasons: list[str | None]
     trace: Trace
@@ -71,10 +70,14 @@ class Generation:
         """Return a row, or a list of rows for a slice. Raises IndexError beyond the last row."""
         if isinstance(row, slice):
             return list(self)[row]
-        return Result(self.sequences[row], self.texts[row], self.logprobs[row], self.finish_reasons[row])
+        return Result(self.sequences[row], self.decoded[row], self.logprobs[row], self.finish_reasons[row])
 
     def __iter__(self) -> Iterator[Result]:
         return (self[row] for row in range(len(self)))
+
+    @property
+    def texts(self) -> list[str]:
+        return [row.text for row in self]
 
     @property
     def by_prompt(self) -> list[list[Result]]:
@@ -89,7 +92,7 @@ class Generation:
             {
                 "prompt": [row // self.samples for row in range(len(self))],
                 "sample": [row % self.samples for row in range(len(self))],
-                "text": self.texts,
+                "text": self.decoded,
                 "tokens": [len(sequence) for sequence in self.sequences],
                 "logprob": [float(logprobs.sum()) for logprobs in self.logprobs],
                 "finish_reason": self.finish_reasons,
@@ -112,6 +115,7 @@ class Interrupted(KeyboardInterrupt):
         self.generation = generation
 
 
+@checks.names_arguments
 def generate(
     pair: ModelPair,
     prompts: PromptLike | Sequence[PromptLike],
@@ -126,18 +130,18 @@ def generate(
     processors: Sequence[Processor | LogitsProcessor] = (),
     seed: int = 0,
     draft_length: int | DraftLengthPolicy | None = None,
-    verification: str = "token",
-    attention: str = "auto",
-    compile: str = "auto",
+    verification: Verification = "token",
+    attention: Attention = "auto",
+    compile: Compile = "auto",
     acceptance: ForcedAcceptance | None = None,
     max_batch_size: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
     generation_config: GenerationConfig | None = None,
     time_budget: float | None = None,
-    on_row_error: str = "raise",
+    on_row_error: OnRowError = "raise",
     on_step: Callable[[StepEvent], None] | None = None,
-    trace: str = "steps",
+    trace: TraceLevel = "steps",
 ) -> Generation:
     """Continue every prompt by batched speculative decoding. The text has exactly the target model's distribution.
 
@@ -200,6 +204,7 @@ def generate(
         return Generation.of(session, handles, samples)
 
 
+@checks.names_arguments
 def stream(
     pair: ModelPair,
     prompts: PromptLike | Sequence[PromptLike],
@@ -216,8 +221,6 @@ def stream(
     `FinalText`). Leaving the loop ends the decoding. Invalid arguments raise at the call, as in `generate`. Raises
     ValueError for a pair without a tokenizer.
     """
-    if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
-        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; use the arguments of generate()")
     ends = deadline(time_budget)
     ids = prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
@@ -228,6 +231,7 @@ def stream(
     return _pieces(session, _submit(session, ids, samples, max_new_tokens), ends)
 
 
+@checks.names_arguments
 async def astream(
     pair: ModelPair, prompts: PromptLike | Sequence[PromptLike], **options: Any
 ) -> AsyncIterator[tuple[int, str]]:

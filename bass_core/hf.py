@@ -35,7 +35,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.trace import StepEvent
 from bass_core.model import transformers_internals as internals
 from bass_core.model.encoder_decoder import FEATURES
-from bass_core.options import among, asked_for
+from bass_core.options import Attention, Compile, TraceLevel, Verification, among, asked_for
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import BEGINS
 
@@ -98,13 +98,13 @@ def bass_generate(
     *,
     draft_model: PreTrainedModel | Drafter | str | None = None,
     draft_length: int | DraftLengthPolicy | None = None,
-    verification: str = "token",
-    attention: str = "auto",
-    compile: str = "auto",
+    verification: Verification = "token",
+    attention: Attention = "auto",
+    compile: Compile = "auto",
     max_batch_size: int | None = None,
     seed: int | None = None,
     on_step: Callable[[StepEvent], None] | None = None,
-    trace: str = "off",
+    trace: TraceLevel = "off",
     inputs_tensor: Tensor | None = None,
     **model_kwargs,
 ) -> Tensor | BassOutput:

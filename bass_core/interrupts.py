@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+class StepRunning(RuntimeError):
+    """Raised for a change of a session while a step of this session runs."""
+
+
 @contextmanager
 def always(action: Callable[[], None]) -> Iterator[None]:
     """Call `action` on exit, twice, in case a Ctrl-C interrupts the first call. action: must be idempotent."""

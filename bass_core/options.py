@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import transformers
@@ -15,13 +15,15 @@ from bass_core import checks
 from bass_core.detokenizer import StopStrings
 from bass_core.exactness.processors import ForceFirst, MinTokens, Penalties, Processor, Row, as_processors, suppressing
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.exactness.verification import RULES
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import generation_defaults
 from bass_core.policies.protocol import DraftLengthPolicy
 
-LEVELS = ("off", "steps", "tokens")  # values of trace=
-COMPILE = ("auto", "off", "graphs", "compiled", "compiled+graphs")
+Verification: TypeAlias = Literal["token", "block", "coupled"]
+Attention: TypeAlias = Literal["auto", "ragged", "pad", "split", "eager"]
+Compile: TypeAlias = Literal["auto", "off", "graphs", "compiled", "compiled+graphs"]
+OnRowError: TypeAlias = Literal["raise", "finish"]
+TraceLevel: TypeAlias = Literal["off", "steps", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,24 @@ class Options:
     processors: Sequence[Processor | LogitsProcessor]
     seed: int
     draft_length: int | DraftLengthPolicy | None
-    verification: str
-    attention: str
-    compile: str
+    verification: Verification
+    attention: Attention
+    compile: Compile
     acceptance: Any
     eos_token_id: int | Iterable[int] | None
     stop: str | Sequence[str]
     generation_config: GenerationConfig | None
-    on_row_error: str
+    on_row_error: OnRowError
     prefill_chunk: int | None
-    trace: str
+    trace: TraceLevel
 
     def __post_init__(self):
         for name, least in (("seed", None), ("max_batch_size", 1), ("prefill_chunk", 1)):
             if (value := getattr(self, name)) is not None or name != "prefill_chunk":
                 object.__setattr__(self, name, checks.integer(name, value, least))
-        checks.one_of("verification", self.verification, (*RULES, "coupled"))
-        checks.one_of("on_row_error", self.on_row_error, ("raise", "finish"))
-        checks.one_of("trace", self.trace, LEVELS)
-        checks.one_of("compile", self.compile, COMPILE)
+        kinds = {"verification": Verification, "on_row_error": OnRowError, "trace": TraceLevel, "compile": Compile}
+        for name, kind in kinds.items():
+            checks.one_of(name, getattr(self, name), get_args(kind))
         object.__setattr__(self, "processors", as_processors(self.processors))
         if isinstance(self.acceptance, str):
             raise TypeError(
@@ -74,7 +75,9 @@ class Options:
         eos = eos_ids(config, self.eos_token_id, vocabulary)
         stop = stop_strings(self.stop, pair.tokenizer)
         own = *processors_of(config, eos, pair), *self.processors
-        return Resolved(vocabulary, config, params, Penalties(penalty), own, dict.fromkeys(sorted(eos), "eos"), stop)
+        ends = dict.fromkeys(sorted(eos), "eos")
+        found = Resolved(vocabulary, config, params, Penalties(penalty), own, ends, stop)
+        return found._replace(begun=found.processors(pair))
 
 
 def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 class Resolved(NamedTuple):
     """`Options` for a pair. penalty: the repetition penalty. own: further processors. ends: ids that end a row, and the
-    finish reasons."""
+    finish reasons. begun: the processors of a request without options of its own."""
 
     vocabulary: int
     config: GenerationConfig
@@ -93,15 +96,23 @@ class Resolved(NamedTuple):
     own: tuple[Processor, ...]
     ends: Mapping[int, str]
     stop: StopStrings | None
+    begun: tuple[Processor, ...] = ()
 
     def processors(
-        self, row: Row, penalty: float | None = None, further: Iterable[Processor | LogitsProcessor] = ()
+        self,
+        pair: ModelPair,
+        prompt: Sequence[int] | Tensor = (),
+        ends: Iterable[int] | None = None,
+        penalty: float | None = None,
+        further: Iterable[Processor | LogitsProcessor] = (),
     ) -> tuple[Processor, ...]:
-        """Return the processors of a request. penalty: its repetition penalty, None for the session's. further: its own
-        processors. Raises TypeError or ValueError for wrong ones."""
+        """Return the processors of a request. ends: ids that end the row. penalty: its repetition penalty. None is the
+        session's. further: its own processors. Raises TypeError or ValueError for wrong processors."""
+        row = Row(len(prompt), frozenset(self.ends if ends is None else ends), self.vocabulary, pair.tokenizer)
         first = self.penalty if penalty is None else Penalties(penalty)
         every = *((first,) if first != Penalties() else ()), *self.own, *as_processors(further)
-        return tuple(each.begin(row) for each in every)
+        found = tuple(each.begin(row) for each in every)
+        return self.begun if found == self.begun else found  # captured steps read the memory of the session's objects
 
 
 # --- a model's generation_config ------------------------------------------------------------------

@@ -7,41 +7,41 @@ length 0. Storage, random numbers and bookkeeping are in other modules; `_decode
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from bass_core import checks
+from bass_core import checks, options
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.environment import on_stream
-from bass_core.exactness.processors import Processor, Row
-from bass_core.execution import Execution, execution
-from bass_core.interrupts import Exclusive, always
+from bass_core.exactness.processors import Processor
+from bass_core.exactness.verification import HostReport
+from bass_core.execution import execution
+from bass_core.interrupts import Exclusive, StepRunning, always
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
 from bass_core.loop.phases import Listener, Phases
-from bass_core.loop.rows import Commit, HostReport, Prompt, Request, Result, Rows
+from bass_core.loop.rows import Commit, Prompt, Request, Result, Rows
 from bass_core.loop.step import EagerStep, ForcedAcceptance, StepOptions, StepReport, decide
 from bass_core.loop.trace import StepEvent, Trace
-from bass_core.model import kernel_ops, probe
+from bass_core.model import probe
 from bass_core.model.runner import Runner
-from bass_core.options import Options, among, eos_ids, stop_strings
-from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, OfEachRow, as_policy, planned_lengths
+from bass_core.options import Attention, Compile, OnRowError, Options, TraceLevel, Verification, among
+from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, own_policy, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
 
-
-class StepRunning(RuntimeError):
-    """Raised for a change of a session while a step of this session runs."""
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -59,6 +59,7 @@ class Session:
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set by `profiling.profile`
 
+    @checks.names_arguments
     def __init__(
         self,
         pair: ModelPair,
@@ -72,16 +73,16 @@ class Session:
         processors: Sequence[Processor | LogitsProcessor] = (),
         seed: int = 0,
         draft_length: int | DraftLengthPolicy | None = None,
-        verification: str = "token",
-        attention: str = "auto",
-        compile: str = "auto",
+        verification: Verification = "token",
+        attention: Attention = "auto",
+        compile: Compile = "auto",
         acceptance: ForcedAcceptance | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop: str | Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
-        on_row_error: str = "raise",
+        on_row_error: OnRowError = "raise",
         prefill_chunk: int | None = None,
-        trace: str = "steps",
+        trace: TraceLevel = "steps",
     ):
         self.options, self.pair = Options(**among(locals())), model_pair(pair)
         self.asked = self.options.resolved(pair)
@@ -95,9 +96,10 @@ class Session:
         self.target = Runner(pair.target, paths[0], slots, layers=layers, keeps_hidden=drafter.wants_hidden)
         shows = {"coupled": verification == "coupled", "show_q": trace == "tokens"}
         self.drafter = drafter.begin(Setting(pair.target, paths, slots, vocabulary, layers=layers, **shows))
-        self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self._processors(0, self.asked.ends))
+        self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self.asked.begun)
         self.batch = Batch(self.rows, self.target, self.drafter, self.options.prefill_chunk)
-        self.trace = Trace(trace, **self._about(paths, how))
+        self.trace = Trace(trace, **how.about(pair, paths, self.options, self.asked.params.greedy, self.policy))
+        log.info("session of %s, %d batch slots, %s", pair, slots, self.trace.meta)
         me = weakref.ref(self)  # without a reference cycle, a dropped session frees its memory at once
         self.phases = Phases(pair.device, lambda: me()._listener())
         forced = None if acceptance is None else acceptance.on(pair.device)
@@ -112,22 +114,9 @@ class Session:
         # _committing: the host is committing. _uncommitted: the device is ahead of the host.
         self._closed = self._committing = self._uncommitted = False
 
-    def _about(self, paths: list[str], how: Execution) -> dict[str, object]:
-        """Return the metadata of the trace."""
-        pair, acceptance = self.pair, self.options.acceptance
-        return {
-            "attention": paths[0],
-            "draft_attention": paths[1] if len(paths) > 1 else None,
-            "compile": how.name,
-            "kernels": "triton" if kernel_ops.run_on(pair.device) else "torch",
-            "synthetic": pair.synthetic or acceptance is not None,
-            "acceptance": "earned" if acceptance is None else acceptance.name,
-            "verification": "greedy" if self.asked.params.greedy else self.options.verification,
-            "policy": repr(self.policy),
-        }
-
     # --- requests ---------------------------------------------------------------------------------
 
+    @checks.names_arguments
     def submit(
         self,
         prompt: PromptLike | Prompt,
@@ -177,24 +166,22 @@ class Session:
         check_context(self.pair, len(prompt.ids), max_new_tokens)
         params = self.asked.params.changed(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         sample = None if sample is None else checks.integer("sample", sample)
-        stops = eos_ids(self.asked.config, stop_token_ids, self.asked.vocabulary, "stop_token_ids")
+        stops = options.eos_ids(self.asked.config, stop_token_ids, self.asked.vocabulary, "stop_token_ids")
         ends = ({} if ignore_eos else self.asked.ends) | dict.fromkeys(stops, "stop")
         request = Request(
             prompt=replace(prompt),  # a copy, since waiting rows share the `Prompt` and its prefill
             max_new_tokens=max_new_tokens,
             seed=self.options.seed if seed is None else checks.integer("seed", seed, least=None),
             params=params,
-            processors=self._processors(len(prompt.ids), ends, repetition_penalty, processors),
-            policy=self._own_policy(draft_length),
-            stop=self.asked.stop if stop is None else stop_strings(stop, self.pair.tokenizer),
+            processors=self.asked.processors(self.pair, prompt.ids, ends, repetition_penalty, processors),
+            policy=own_policy(draft_length, self.policy),
+            stop=self.asked.stop if stop is None else options.stop_strings(stop, self.pair.tokenizer),
             ends=ends,
             top_logprobs=min(checks.integer("top_logprobs", top_logprobs), self.asked.vocabulary),
             deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
             row=(number := self.rows.number(row)),  # last, so that an invalid request takes no id
             sample=number if sample is None else sample,
         )
-        if request.processors == self.rows.processors:
-            request.processors = self.rows.processors  # captured steps read the memory of these objects
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
             self.trace.meta["verification"] = self.options.verification
         if max_new_tokens == 0:
@@ -202,23 +189,6 @@ class Session:
         else:
             self.batch.submit(request)
         return request
-
-    def _processors(self, prompt: int, ends: Iterable[int], *own: Any) -> tuple[Processor, ...]:
-        """Return the processors of a request. prompt: number of tokens. own: as in `Resolved.processors`."""
-        row = Row(prompt, frozenset(ends), self.asked.vocabulary, self.pair.tokenizer)
-        return self.asked.processors(row, *own)
-
-    def _own_policy(self, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy | None:
-        """Return the policy of a request, or None for the session's."""
-        if draft_length is None:
-            return None
-        policy = as_policy(draft_length)
-        if policy != FixedLength(0) and self.policy == FixedLength(0):
-            raise ValueError(
-                f"draft_length={draft_length!r} needs a drafter, but this session has draft_length=0; open the session "
-                "with draft_length=None"
-            )
-        return policy
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
@@ -333,7 +303,7 @@ class Session:
 
     def _decode(self) -> StepEvent:
         self.phases.enter("plan")
-        policy = self._live_policy()
+        policy = self.rows.policy(self.policy)
         plan = policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, self.rows.view())  # [B] each; lengths respects the rows' limits
         context = self.device_step.begin(len(self.rows.live), int(lengths.max()))
@@ -350,11 +320,6 @@ class Session:
         self.batch.long.decoded()
         return self._record("decode", planned, context, draft, report.p, commit)
 
-    def _live_policy(self) -> DraftLengthPolicy:
-        """Return the policy of the live rows."""
-        own = [request.policy for request in self.rows.live]
-        return OfEachRow([each or self.policy for each in own]) if any(own) else self.policy
-
     def _prefill(self, starting: list[Request]) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over new prompts, then the first token of each row."""
         self.phases.enter("prefill")
@@ -369,7 +334,7 @@ class Session:
         self.batch.compact()
         self.batch.long.prefilled()
         if self.rows.live:
-            self._live_policy().start(self.rows.view())
+            self.rows.policy(self.policy).start(self.rows.view())
         return self._record("prefill", np.zeros(len(batch_slots), np.int64), context, draft, report.p, commit)
 
     def _read_chunk(self) -> StepEvent:
@@ -377,8 +342,7 @@ class Session:
         self.phases.enter("prefill")
         request, chunk = self.batch.read_chunk()
         self.phases.enter("commit")
-        reading, after = self.phases.end()
-        self.trace.record_chunk(self._step, request.row, chunk.start, reading, after)
+        self.trace.record_chunk(self._step, request.row, chunk.start, *self.phases.end())
         self._step += 1
         return StepEvent(self._step - 1, [], [], [], [])
 
@@ -429,8 +393,8 @@ class Session:
     def _record(
         self, kind: str, planned: np.ndarray, context: Context, draft: Draft, p: Tensor | None, commit: Commit
     ) -> StepEvent:
-        spans = self.phases.end()
-        times = spans if kind == "decode" else [0.0, 0.0, *spans]
+        times = self.phases.end() if kind == "decode" else [0.0, 0.0, *self.phases.end()]
         event = self.trace.record_commit(self._step, kind, planned, context, draft, p, commit, times)
         self._step += 1
+        log.debug("%s: %s", kind, event)
         return event

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,17 @@ class Verified(NamedTuple):
     tokens: Tensor
     logprobs: Tensor
     finite: Tensor
+
+
+class HostReport(NamedTuple):
+    """`Verified` on the host. tokens int64 [B, K + 1], accepted int64 [B], flags bool [B]. likeliest: the likeliest ids
+    and their log-probabilities, [B, K + 1, N] each, if a row asks for them."""
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    target_finite: np.ndarray
+    draft_finite: np.ndarray
+    likeliest: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:

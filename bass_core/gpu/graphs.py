@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from bass_core.environment import is_full
 
+log = logging.getLogger(__name__)
 MOST = 64  # captured graphs kept: the draft lengths of a batch, and some of earlier batch sizes
 WARM_UPS = 2  # calls on the side stream before a capture, in which libraries allocate workspaces
 
@@ -119,9 +121,10 @@ class Graphs:
         try:
             with _RECORDING:
                 self._recordings[key] = self._record(function)
-        except NotRecordable:
+        except NotRecordable as error:
             if self._fall_back is None:
                 raise
+            log.warning("steps of this session run without CUDA graphs: %s", error)
             self._fall_back()
             self._record, self.recorded = launched_each_time, False
             self._recordings[key] = self._record(function)

@@ -14,12 +14,13 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -33,7 +34,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from bass_core.model import transformers_internals as internals
@@ -138,6 +139,33 @@ def check_there(name: str | Path, revision: str | None = None) -> None:
         raise ValueError(f"cannot load {str(name)!r}: it is a file; pass the folder with the file and its config.json")
     elif isinstance(name, Path) or not HUB_ID.fullmatch(name):
         raise ValueError(f"cannot load {str(name)!r}: no such folder")
+
+
+@contextmanager
+def hub_or_cache(names: Iterable[tuple[str | Path, str | None]]) -> Iterator[None]:
+    """Check (name, revision) pairs as `check_there`, and ask the hub once for each name. If the hub cannot be reached,
+    load from its cache inside the context, without retries. Raises ValueError for a name that is not cached either."""
+    offline = constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if offline else None
+    for name, revision in names:
+        check_there(name, revision)
+        if name in PACKAGED or Path(name).is_dir():
+            continue
+        try:
+            if reason is None:
+                url = hf_hub_url(name, CONFIG_NAME, revision=revision)
+                get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (OSError, ValueError):
+            pass  # the hub has answered; `load_model` reports the reason
+        except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+            reason = f"{constants.ENDPOINT} cannot be reached ({error})"
+        if reason and not isinstance(try_to_load_from_cache(name, CONFIG_NAME, revision=revision), str):
+            raise ValueError(f"cannot load {name!r}: no such folder, not in the hub's cache, and {reason}")
+    constants.HF_HUB_OFFLINE = reason is not None
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 def _not_loaded(name: str | Path, error: Exception) -> ValueError:

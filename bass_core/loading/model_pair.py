@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core import drafters
+from bass_core import checks, drafters
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
-from bass_core.loading.checkpoints import check_there, load_model, load_tokenizer, place, plain_tensors
+from bass_core.loading.checkpoints import hub_or_cache, load_model, load_tokenizer, place, plain_tensors
 from bass_core.loading.compatibility import check_decoder, check_same_kind, check_same_tokens, transformers_model
 from bass_core.loading.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 from bass_core.model.architectures import context_length
@@ -128,6 +128,7 @@ class ModelPair:
         return any(has_dummy_weights(model) for model in self.models)
 
 
+@checks.names_arguments
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | Drafter | None = None,
@@ -184,21 +185,22 @@ def load_pair(
     at = {role: HOST if role in kinds else device for role in ROLES}  # the device needs memory only for codes
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     own_copy = kind_of_copy(draft)
-    check_there(target, revision)
-    small = load_draft(draft, draft_revision, **options, device=at["draft"]) if by_name and not own_copy else draft
-    reads = by_name and isinstance(small, PreTrainedModel)
-    model = load_model(target, revision, quantization_config, **options, device=at["target"])
-    models = {"target": model, "draft": quantized(model, own_copy, device) if own_copy else small}
-    if kinds:
-        models |= _quantized(models, quantize, device)
-        if by_name and isinstance(small, Drafter):  # feature heads are not quantized
-            for each in small.models:
-                each.to(device)
-    return ModelPair(
-        **models,
-        tokenizer=load_tokenizer(target, revision, trust_remote_code),
-        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
-    )
+    names = [(target, revision), *([(draft, draft_revision)] if by_name and not own_copy else [])]
+    with hub_or_cache(names):
+        small = load_draft(draft, draft_revision, **options, device=at["draft"]) if by_name and not own_copy else draft
+        reads = by_name and isinstance(small, PreTrainedModel)
+        model = load_model(target, revision, quantization_config, **options, device=at["target"])
+        models = {"target": model, "draft": quantized(model, own_copy, device) if own_copy else small}
+        if kinds:
+            models |= _quantized(models, quantize, device)
+            if by_name and isinstance(small, Drafter):  # feature heads are not quantized
+                for each in small.models:
+                    each.to(device)
+        return ModelPair(
+            **models,
+            tokenizer=load_tokenizer(target, revision, trust_remote_code),
+            draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
+        )
 
 
 def _quantized(models: dict[str, Any], kind: str | dict[str, str], device: torch.device) -> dict[str, PreTrainedModel]:

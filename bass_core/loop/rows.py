@@ -25,10 +25,10 @@ from bass_core.environment import Fetched
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.processors import Processing, Processor
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.exactness.verification import Verified
+from bass_core.exactness.verification import HostReport, Verified
 from bass_core.interrupts import always
 from bass_core.model.encoder_decoder import Source
-from bass_core.policies.protocol import DraftLengthPolicy, RowsView
+from bass_core.policies.protocol import DraftLengthPolicy, OfEachRow, RowsView
 
 
 @dataclass(eq=False)
@@ -87,18 +87,6 @@ class Request:
         return len(self.prompt.ids) + self.max_new_tokens
 
 
-class HostReport(NamedTuple):
-    """The decision of a step on the host (see `loop.step.StepReport`). tokens int64 [B, K + 1] and accepted int64 [B]
-    as in `Verified`, flags bool [B]. likeliest: the likeliest ids and their log-probabilities, [B, K + 1, N] each, if a
-    row asks for them."""
-
-    tokens: np.ndarray
-    accepted: np.ndarray
-    target_finite: np.ndarray
-    draft_finite: np.ndarray
-    likeliest: tuple[np.ndarray, np.ndarray] | None = None
-
-
 @dataclass(frozen=True)
 class Commit:
     """Result of one step on the host: each row keeps the first emitted [B] of new_tokens [B, K + 1]. accepted: [B]."""
@@ -110,12 +98,19 @@ class Commit:
 
 
 class Result(NamedTuple):
-    """Result of one row. text is None without a tokenizer; finish_reason is None while the row runs."""
+    """Result of one row. decoded: the text, or None without a tokenizer. finish_reason is None while the row runs."""
 
     sequence: Tensor
-    text: str | None
+    decoded: str | None
     logprobs: Tensor
     finish_reason: str | None
+
+    @property
+    def text(self) -> str:
+        """The decoded text. Raises ValueError without a tokenizer."""
+        if self.decoded is None:
+            raise ValueError("the pair has no tokenizer, so rows have no text; use ModelPair(..., tokenizer=...)")
+        return self.decoded
 
 
 class Rows:
@@ -179,6 +174,11 @@ class Rows:
             generated=lengths - self.prompt_lengths[:b],
             remaining=self.limits_host[:b] - lengths,
         )
+
+    def policy(self, default: DraftLengthPolicy) -> DraftLengthPolicy:
+        """Return the policy of the live rows. default: of rows without a policy of their own."""
+        own = [request.policy for request in self.live]
+        return OfEachRow([policy or default for policy in own]) if any(own) else default
 
     def context(self, batch_slots: range, most: int) -> Context:
         """Return the rows in `batch_slots` as input of a step that drafts up to `most` tokens."""

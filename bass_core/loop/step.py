@@ -18,9 +18,9 @@ from bass_core.drafters.protocol import Context, Draft, Drafter, checked
 from bass_core.exactness import randomness, sampling, verification
 from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.exactness.verification import Verified
+from bass_core.exactness.verification import HostReport, Verified
 from bass_core.loop.phases import Phases
-from bass_core.loop.rows import HostReport, Rows
+from bass_core.loop.rows import Rows
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
+from bass_core import checks
 from bass_core.drafters import Context, Draft
 from bass_core.environment import write_whole
 from bass_core.loop.rows import Commit
-from bass_core.options import LEVELS
+from bass_core.options import TraceLevel
 
 STEP_COLUMNS = (
     "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
@@ -78,10 +79,8 @@ class Trace:
     meta: names of attention paths, verification rule, policy and other settings. `steps`, `tokens`: DataFrames.
     """
 
-    def __init__(self, level: str = "steps", **meta):
-        if level not in LEVELS:
-            raise ValueError(f"trace must be one of {', '.join(LEVELS)}, got {level!r}")
-        self.level = level
+    def __init__(self, level: TraceLevel = "steps", **meta):
+        self.level = checks.one_of("trace", level, get_args(TraceLevel))
         self.meta = meta
         self._step_parts: list[dict] = []
         self._token_parts: list[dict] = []

@@ -205,6 +205,18 @@ def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy
     )
 
 
+def own_policy(draft_length: int | DraftLengthPolicy | None, default: DraftLengthPolicy) -> DraftLengthPolicy | None:
+    """Return the policy of a request, None for the session's policy `default`. Raises as `as_policy`, and ValueError
+    for drafts in a session without a drafter."""
+    policy = None if draft_length is None else as_policy(draft_length)
+    if default == FixedLength(0) and policy not in (None, default):
+        raise ValueError(
+            f"draft_length={draft_length!r} needs a drafter, but this session has draft_length=0; open the session "
+            "with draft_length=None"
+        )
+    return policy
+
+
 def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's planned draft length, and the length limited by the row's remaining tokens: int64 [B] each.
 

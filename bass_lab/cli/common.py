@@ -59,9 +59,9 @@ READ = {"exists": True, "dir_okay": False, "metavar": "FILE"}
 REGULAR = READ | {"callback": lambda path: input_file(path)}
 WRITTEN = {"metavar": "FILE", "callback": lambda path: output_file(path)}
 Prompts = Annotated[str, typer.Option(metavar="SET", help="mini, library, edits, questions or FILE.jsonl")]
-MaxBatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")]
+BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")]
 DraftLength = Annotated[int | None, typer.Option(metavar="N", help="0 = regular decoding; default: a policy decides")]
-Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; may be repeated")]
+BatchSizes = Annotated[list[int], typer.Option(min=1, metavar="N", help="rows decoded at once; may be repeated")]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
 Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 = greedy")]
 Verification = Annotated[str, typer.Option(metavar="RULE", help="token, block or coupled")]

@@ -17,7 +17,7 @@ BUILT = Path("build/lessons")  # executed notebooks and pages; `make docs` build
 PICTURE = Path("pictures/acceptance_raster.png")  # the README's
 
 
-def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts decoded at once")] = 8) -> None:
+def demo(batch_size: common.BatchSize = 8) -> None:
     """Decode with the embedded pair, check the text, time it.
 
     In the root of the repository, the command also builds the first lesson.
@@ -31,9 +31,9 @@ def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts dec
     from bass_lab.show import terminal
     from bass_lab.texts.prompt_sets import prompt_set
 
-    prompts = prompt_set("mini", rows)
+    prompts = prompt_set("mini", batch_size)
     pair = bass.load_pair(dtype="float32")
-    typer.echo(f"Decoding {rows} Python prompts at once; row 0:\n")
+    typer.echo(f"Decoding {batch_size} Python prompts at once; row 0:\n")
     out = terminal.stream(pair, prompts, max_new_tokens=96)
     typer.echo(f"\n{terminal.summary_line(out.trace)}")
 
@@ -47,8 +47,8 @@ def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts dec
     spread = f"95% interval {low:.2f}-{high:.2f}, {options['repeats']} paired runs"
     typer.echo(f"\nbatched speculative over regular decoding: {ratio:.2f}× ({spread})")
     opens = f" · open {page}" if page else ""
-    typer.echo(f"identical tokens: {identical}/{rows} (greedy, float32) · {ratio:.1f}×{opens}")
-    if identical != rows:
+    typer.echo(f"identical tokens: {identical}/{batch_size} (greedy, float32) · {ratio:.1f}×{opens}")
+    if identical != batch_size:
         raise typer.Exit(1)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = common.examples(
     "bass load --rate 5 --count 100",
     "bass load --url http://127.0.0.1:8000 --rate 2 --burst 4 --deadline 10",
-    "bass load --simulate h100 --rate 80 --max-batch-size 64 --count 1000",
+    "bass load --simulate h100 --rate 80 --batch-size 64 --count 1000",
     "bass load --simulate here --highest --between-ms 40",
     "bass load --record load.jsonl --count 120",
 )
@@ -65,7 +65,7 @@ def load(
     deadline: Annotated[
         float | None, typer.Option(min=0, metavar="S", help="seconds until a client cancels its request")
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once; not with --url")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once; not with --url")] = 8,
     draft_length: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="0: no drafting; default: a policy decides; not with --url")
     ] = None,
@@ -104,7 +104,7 @@ def load(
     if save is not None and (save.suffix == ".csv" or (workload is not None and save.resolve() == workload.resolve())):
         raise ValueError(f"--save writes JSON lines and cannot use {save}: name another file with .jsonl")
     ours = {"--target": target, "--draft": draft, "--dtype": dtype, "--device": device, "--draft-length": draft_length}
-    ours["--max-batch-size"] = _given(context, "max_batch_size")
+    ours["--batch-size"] = _given(context, "batch_size")
     _exclude("--url", url, ours | {"--simulate": simulate, "--record": record})
     _exclude("--record", record, {"--highest": highest or None, "--end-ms": end_ms, "--draft-length": draft_length})
     if simulate is None:
@@ -136,8 +136,8 @@ def load(
         if url:
             return over_http(workload, url, model=model, api_key=api_key, **own)
         if simulate:
-            return _simulated(workload, trace, prompts, cost, policy, max_batch_size, seed)
-        return in_process(workload, pair, max_batch_size=max_batch_size, draft_length=policy, **own)
+            return _simulated(workload, trace, prompts, cost, policy, batch_size, seed)
+        return in_process(workload, pair, max_batch_size=batch_size, draft_length=policy, **own)
 
     served = f"by {url}" if url else "simulated" if simulate else "in process"
     document: dict = {"served": served, "workload": repr(asked)}
@@ -145,7 +145,7 @@ def load(
         document["costs"] = cost.device
     with Progress() as progress:
         if record is not None:
-            how = {"served": served, "max_batch_size": max_batch_size, **own, "costs": _told(cost)}
+            how = {"served": served, "max_batch_size": batch_size, **own, "costs": _told(cost)}
             found = _recorded(record, asked, pair, serve, limits, warm_up, how, progress)
             if as_json:
                 common.print_json(document | {"line": found})

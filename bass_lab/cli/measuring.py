@@ -11,7 +11,7 @@ from bass_lab.cli import common
 from bass_lab.cli.progress import Progress
 
 BENCH_EXAMPLES = common.examples(
-    "bass bench --rows 1 --rows 8 --prompts mini",
+    "bass bench --batch-sizes 1 --batch-sizes 8 --prompts mini",
     "bass bench -t TARGET -d DRAFT --dtype bfloat16 --record mine.jsonl",
     "bass bench --record mine.jsonl --check-only",
 )
@@ -23,7 +23,7 @@ def bench(
     dtype: common.Dtype = None,
     device: common.Device = None,
     quantize: common.Quantize = None,
-    rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
+    batch_sizes: common.BatchSizes = [1, 2, 4, 8, 16],  # noqa: B006
     prompts: Annotated[
         list[str], typer.Option(metavar="SET", help="mini, library, edits, questions or FILE.jsonl; may be repeated")
     ] = [  # noqa: B006
@@ -82,8 +82,8 @@ def bench(
         if as_json:
             common.print_json({"results": checked})
         return
-    rows = list(dict.fromkeys(rows))
-    sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
+    batch_sizes = list(dict.fromkeys(batch_sizes))
+    sets = {label(name): prompt_set(name, max(batch_sizes)) for name in prompts}
     if vary_prompts:
         sets = {label(name): prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
@@ -100,7 +100,7 @@ def bench(
         for lines in benchmark.bench(
             pair,
             sets,
-            batches=rows,
+            batches=batch_sizes,
             methods=methods or benchmark.methods_of(pair),
             repeats=repeats,
             max_new_tokens=max_new_tokens,
@@ -150,7 +150,7 @@ def calibrate(
     dtype: common.Dtype = None,
     device: common.Device = None,
     quantize: common.Quantize = None,
-    rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
+    batch_sizes: common.BatchSizes = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, metavar="S", help="seconds for the measurement")] = 42.0,
     output: Annotated[
         Path | None, typer.Option(**common.WRITTEN, help="output file; default: the cache that policies read")
@@ -173,7 +173,7 @@ def calibrate(
     pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device, quantize=quantize)
     compared = None
     with Progress() as progress:
-        cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
+        cost = calibration.calibrate(pair, sorted(set(batch_sizes)), seconds=seconds, progress=progress)
         path = output or measured_costs.cache_folder() / cost.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         cost.save(path)
@@ -199,7 +199,7 @@ def calibrate(
 
 
 def record(
-    output: Annotated[Path, typer.Argument(**common.WRITTEN, help="output file, such as trace.npz")],
+    output: Annotated[Path, typer.Option(**common.WRITTEN, help="output file, such as trace.npz")],
     target: common.Target = None,
     draft: Annotated[
         str | None, typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder of the draft model")

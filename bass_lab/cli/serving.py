@@ -16,7 +16,7 @@ ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*"
 EXAMPLES = common.examples(
     "bass serve --port 0",
     "bass serve -t Qwen/Qwen2.5-7B-Instruct -d Qwen/Qwen2.5-0.5B-Instruct \\",
-    "    --dtype bfloat16 --max-batch-size 16",
+    "    --dtype bfloat16 --batch-size 16",
 )
 
 
@@ -35,7 +35,7 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="allow requests from this site's pages (CORS); may be repeated"),
     ] = None,
-    max_batch_size: common.MaxBatchSize = 8,
+    batch_size: common.BatchSize = 8,
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="maximum waiting rows; more get status 429")] = 64,
     deadline: Annotated[
         float | None, typer.Option(min=0.001, metavar="S", help="maximum seconds per row; default: no limit")
@@ -79,7 +79,7 @@ def serve(
             "draft_length": draft_length, "prefill_chunk": prefill_chunk, "verification": verification,
             "attention": attention, "compile": compile,
         }  # fmt: skip
-        settings = Settings(name, max_batch_size, queue, deadline, drain, api_key, tuple(allow_origin or ()), session)
+        settings = Settings(name, batch_size, queue, deadline, drain, api_key, tuple(allow_origin or ()), session)
         server = Server(pair, settings, lambda where: _tell(where, as_json))
         server.run(sockets=[listening])
     if server.failed:

@@ -21,7 +21,7 @@ SHOWN = 3  # failures printed in full
 LINES = 40  # lines of each failure
 EXAMPLES = common.examples(
     "bass sweep notebooks/08_latency_and_utilization.ipynb \\",
-    "    -p batch_size=1,2,4,8 -p draft_length=auto,4,7 --out runs/latency",
+    "    -p batch_size=1,2,4,8 -p draft_length=auto,4,7 --output runs/latency",
 )
 
 
@@ -29,7 +29,7 @@ def sweep(
     notebook: Annotated[
         Path, typer.Argument(**common.REGULAR | {"metavar": "NOTEBOOK"}, help="a notebook with a `parameters` cell")
     ],
-    out: Annotated[
+    output: Annotated[
         Path,
         typer.Option(callback=common.output_folder, metavar="FOLDER", help="folder of the results; repeat to resume"),
     ],
@@ -75,7 +75,7 @@ def sweep(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     if dry_run:
-        table = plan.table(out)
+        table = plan.table(output)
         tables.show_table(table.to_dict("records"))
         typer.echo(f"{_counts(table)}; nothing was run")
         return
@@ -86,20 +86,20 @@ def sweep(
     progress = _Progress(plan)
     try:
         with progress.bar:
-            found = planning.run(plan, out, place, timeout=timeout, retries=retries, progress=progress)
+            found = planning.run(plan, output, place, timeout=timeout, retries=retries, progress=progress)
     except planning.SweepStopped as stop:
         typer.echo(f"stopped: {stop}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo(f"interrupted: {progress.done} of {len(plan.runs)} runs are done; {planning.AGAIN}", err=True)
         raise typer.Exit(130) from None
-    for page in _pages(out) if html else ():
+    for page in _pages(output) if html else ():
         typer.echo(f"wrote {page}")
     failures = found[~found.status.isin(planning.FINISHED)]
-    _tell_failures(failures, plan, out)
-    _tell_all(found, plan, out)
+    _tell_failures(failures, plan, output)
+    _tell_all(found, plan, output)
     if len(failures) < len(found):
-        typer.echo(f'to read the results: bass_lab.load_records("{out}"), or notebooks/12_sweep_report.ipynb')
+        typer.echo(f'to read the results: bass_lab.load_records("{output}"), or notebooks/12_sweep_report.ipynb')
     if len(failures):
         raise typer.Exit(1)
 

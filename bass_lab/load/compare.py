@@ -116,7 +116,7 @@ def medians(lines: pd.DataFrame) -> pd.DataFrame:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bass_lab.load.compare", description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=150, help="requests per load")
-    parser.add_argument("--max-batch-size", type=int, default=8, help="rows decoded at once")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows decoded at once")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each cost measurement")
     parser.add_argument("--json", action="store_true", help="print only a JSON document")
@@ -125,13 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checks.integer("count", given.count, least=10)
     checks.integer("rounds", given.rounds, least=1)
     pair = load_pair()
-    batches = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(given.max_batch_size, 2)]
+    batches = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(given.batch_size, 2)]
     found = compare(
         pair,
         lambda: calibration.calibrate(pair, batches, **GRID, seconds=given.seconds),
         count=given.count,
         rounds=given.rounds,
-        max_batch_size=given.max_batch_size,
+        max_batch_size=given.batch_size,
     )
     if given.json:
         print(json.dumps({"lines": found.to_dict("records")}))

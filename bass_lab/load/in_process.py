@@ -89,7 +89,7 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
     columns = [
         range(len(handles)), arrived, started, first, ended, [len(result.sequence) for result in results],
         requests.max_new_tokens, deadlines, [result.finish_reason for result in results],
-        [result.text for result in results],
+        [result.decoded for result in results],
     ]  # fmt: skip
     return LoadRun(
         pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),

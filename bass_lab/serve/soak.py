@@ -130,7 +130,7 @@ def main() -> None:
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: stopped by SIGTERM"))  # ends the server, too
     command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json"]
-    command += ["--max-batch-size", str(PLACES), "--queue", str(QUEUE)]
+    command += ["--batch-size", str(PLACES), "--queue", str(QUEUE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = json.loads(server.stdout.readline())["address"]

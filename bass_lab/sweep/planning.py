@@ -160,7 +160,7 @@ def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
 def _parameter(title: str, name: str, known: Mapping[str, Parameter]) -> Parameter:
     """Return the parameter of that name. Raises ValueError for `output`, which the sweep sets."""
     if name == OUTPUT:
-        raise ValueError(f"{OUTPUT} is set by the sweep, which collects the records of each run; use --out FOLDER")
+        raise ValueError(f"{OUTPUT} is set by the sweep, which collects the records of each run; use --output FOLDER")
     return parameters.known(title, name, known)
 
 

@@ -33,6 +33,40 @@ NAMES = {
 }
 
 
+UNKNOWN = {
+    "do_sample": (bass.generate, r"set temperature=… \(0 is greedy\)"),
+    "n": (bass.generate, "set num_return_sequences=…"),
+    "max_tokens": (bass.Session.submit, "set max_new_tokens=…"),
+    "max_length": (bass.stream, r"set max_new_tokens=… \(without the prompt\)"),
+    "num_beams": (bass.generate, "beam search is not supported"),
+    "stop_strings": (bass.Session, "set stop=…"),
+    "stop_token_ids": (bass.Session, r"set eos_token_id=\[…\]"),
+    "eos_token_ids": (bass.astream, r"did you mean eos_token_id\?"),
+    "logit_bias": (bass.generate, r"set processors=\[bass\.Bias\({id: value}\)\]"),
+    "frequency_penalty": (bass.generate, r"set processors=\[bass\.Penalties\(…\)\]"),
+    "min_tokens": (bass.generate, r"set processors=\[bass\.MinTokens\(n\)\]"),
+    "num_speculative_tokens": (bass.generate, "set draft_length=…"),
+    "batch_size": (bass.astream, "set max_batch_size=…"),
+    "torch_dtype": (bass.load_pair, "set dtype=…"),
+    "device_map": (bass.generate, r"pass device=… to load_pair\(\)"),
+    "draft_model": (bass.load_pair, "set draft=…"),
+    "tokenizer": (bass.load_pair, r"use ModelPair\(target, draft, tokenizer=…\)"),
+    "streamer": (bass.generate, r"use bass\.stream\(pair, prompts\)"),
+    "verification": (bass.Session.submit, r"pass verification=… to Session\(\)"),
+    "on_step": (bass.stream, r"pass on_step=… to generate\(\)"),
+    "temprature": (bass.generate, r"did you mean temperature\?"),
+    "xyz": (bass.load_pair, r"did you mean one of device, draft, .*\?"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_argument_names_another(name):
+    function, instead = UNKNOWN[name]
+    said = rf"{function.__qualname__}\(\) has no argument '{name}'; {instead}\Z"
+    with pytest.raises(TypeError, match=said):
+        function(**{name: 1})
+
+
 @pytest.fixture(scope="module")
 def unprobed() -> bass.ModelPair:
     return bass.ModelPair(*(copy.deepcopy(model) for model in (TARGET, DRAFT)), TOKENIZER)

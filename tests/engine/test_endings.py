@@ -121,7 +121,11 @@ def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
     out = bass.generate(pair, "a", **options | {"eos_token_id": TOKENIZER.eos_token_id})
     assert out.sequences[0].tolist() == tokens_of("ab</s>")
     assert (out.texts, out.finish_reasons) == (["ab"], ["eos"])
-    assert generate(PROMPTS).texts == [None] * 4
+    without = generate(PROMPTS)
+    assert without.decoded == without.to_pandas().text.tolist() == [None] * 4
+    for read in (lambda: without.texts, lambda: without[0].text):
+        with pytest.raises(ValueError, match=r"no tokenizer, so rows have no text; use ModelPair\(\.\.\., tokenizer="):
+            read()
 
 
 def test_results_of_a_running_session_end_before_the_stop_string():

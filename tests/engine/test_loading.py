@@ -1,6 +1,7 @@
 import json
 import pickle
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -204,6 +205,28 @@ def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, m
     assert torch.equal(loaded.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
     with pytest.raises(ValueError, match=r"'owner/model' \(safetensors .* only\): the checkpoint names 'weights.bin'"):
         bass.load_pair("owner/model")
+
+
+def test_hub_out_of_reach_costs_one_attempt_and_cached_models_load(target, tmp_path, monkeypatch):
+    attempts = []
+
+    def refuse(address, *_, **__):
+        attempts.append(address)
+        raise ConnectionRefusedError("refused")
+
+    for switch, value in {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_TELEMETRY": True}.items():
+        monkeypatch.setattr(constants, switch, value)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a request was repeated"))
+    put_into_hub(tmp_path / "hub", "model", **{"a" * 40: target})
+    assert bass.load_pair("owner/model", "owner/model").tokenizer is not None and len(attempts) == 1
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights read"))
+    for count, names in enumerate([("no/body",), (target, "no/body"), ("owner/model", "no/body")], 2):
+        said = r"'no/body': no such folder, not in the hub's cache, and https?://.* cannot be reached \(.*refused"
+        with pytest.raises(ValueError, match=said):
+            bass.load_pair(*names)
+        assert len(attempts) == count and not constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("weights", ["hub", "dummy"])

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 
 import pytest
@@ -141,7 +142,7 @@ def test_closed_stream_frees_its_models():
         (PAIR, "a", {"top_p": 2.0}, ValueError, "top_p"),
         (PAIR, "a", {"max_batch_size": 0}, ValueError, "max_batch_size"),
         (bass.ModelPair(PAIR.target), ragged_prompts(3), {}, ValueError, "no tokenizer"),
-        (PAIR, "a", {"max_tokens": 3}, TypeError, r"stream\(\) got an unexpected keyword argument 'max_tokens'"),
+        (PAIR, "a", {"max_tokens": 3}, TypeError, r"stream\(\) has no argument 'max_tokens'; set max_new_tokens=…"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -183,6 +184,14 @@ def test_asynchronous_stream_may_be_cancelled(slow_steps):
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(all_pieces(TEXTS * 4), timeout=0.02))
     assert generate(max_new_tokens=1).texts
+
+
+def test_log_names_the_session_and_its_steps(caplog):
+    caplog.set_level(logging.DEBUG, "bass_core")
+    generate(max_new_tokens=2)
+    session, *steps = [record for record in caplog.records if record.name == "bass_core.session"]
+    assert session.levelname == "INFO" and "3 batch slots, {'attention': 'pad'" in session.message
+    assert [step.message.split()[0] for step in steps] == ["prefill:", "decode:"]
 
 
 def test_program_may_end_while_it_streams(slow_steps, caplog):

@@ -252,13 +252,14 @@ def test_host_reads_cannot_be_recorded(inference):
             read(torch.ones(3))
 
 
-def test_model_that_reads_on_the_host_falls_back_to_launches(monkeypatch):
+def test_model_that_reads_on_the_host_falls_back_to_launches(monkeypatch, caplog):
     models, ahead = pair("mixtral"), count_ahead(monkeypatch)
     options = {"max_new_tokens": 30, "eos_token_id": (), "draft_length": 2}
     expected = bass.generate(models, PROMPTS[:2], compile="off", **options)
     found = bass.generate(models, PROMPTS[:2], compile="auto", **options)
     assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
     assert found.trace.meta["compile"] == "off" and ahead["launched"] == 0
+    assert "run without CUDA graphs" in caplog.text
     with pytest.raises(NotRecordable, match="compile='off'"):
         bass.generate(models, PROMPTS, compile="graphs", **options)
 

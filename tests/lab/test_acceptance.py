@@ -237,7 +237,7 @@ def test_recorded_traces_of_the_embedded_pair_ship(name):
 def test_command_records_like_the_function(tmp_path):
     path = tmp_path / "a folder to make" / "trace.npz"
     options = ["--count", "2", "--max-new-tokens", "4", "--seed", "3", "--json"]
-    result = invoke("record", str(path), *options)
+    result = invoke("record", "--output", str(path), *options)
     assert result.exit_code == 0, result.output
     found, pair = AcceptanceTrace.load(path), bass.load_pair()
     texts = prompt_set("mini", 2)

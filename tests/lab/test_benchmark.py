@@ -238,7 +238,7 @@ def test_impossible_record_is_refused(lines, change, message):
 
 def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     path = tmp_path / "r.jsonl"
-    options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "3", "--methods", "batched"]
+    options = ["--batch-sizes=2", "--prompts=mini", "--repeats=1", "--max-new-tokens=3", "--methods", "batched"]
     done = invoke("bench", *options, "--methods", "regular", "--record", path, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
@@ -255,7 +255,7 @@ def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
 def test_inexact_rows_are_an_exit_code_and_no_record(monkeypatch, tmp_path):
     alone = benchmark.greedy_alone
     monkeypatch.setattr(benchmark, "greedy_alone", lambda *given, **how: [row + 1 for row in alone(*given, **how)])
-    options = ["--rows", "1", "--prompts", "mini", "--methods", "regular", "--repeats", "1", "--max-new-tokens", "4"]
+    options = ["--batch-sizes=1", "--prompts=mini", "--methods=regular", "--repeats=1", "--max-new-tokens=4"]
     done = invoke("bench", *options, "--record", tmp_path / "speed.jsonl")
     assert done.exit_code == 1 and "0/1" in done.stdout and not (tmp_path / "speed.jsonl").exists()
 

@@ -212,7 +212,7 @@ def command(caches, monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
 
     def run(*arguments):
-        result = invoke("calibrate", *arguments, "--rows", 2, "--seconds", 0, "--check", "--json")
+        result = invoke("calibrate", *arguments, "--batch-sizes", 2, "--seconds", 0, "--check", "--json")
         assert result.exit_code == 0, result.output
         return result, json.loads(result.stdout)
 

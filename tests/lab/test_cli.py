@@ -160,7 +160,7 @@ def test_other_projects_notebooks_are_not_executed(lessons, tmp_path):
 @pytest.mark.slow
 def test_demo_runs_outside_the_repository(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    result = invoke("demo", "--rows", "2")
+    result = invoke("demo", "--batch-size", "2")
     assert result.exit_code == 0, result.output
     assert "in the root of the repository" in result.stdout
     assert re.fullmatch(r"identical tokens: 2/2 \(greedy, float32\) · \d+\.\d×", result.stdout.splitlines()[-1])

@@ -153,14 +153,14 @@ def test_malformed_calls_end_without_a_traceback(files, tmp_path, monkeypatch):
 REFUSED = {
     ("generate", "x", "--draft-length", str(2**63)): "out of range",
     ("generate", "x", "--temperature", "nan"): "finite",
-    ("demo", "--rows", "1000"): "from 1 to 164",
+    ("demo", "--batch-size", "1000"): "from 1 to 164",
     ("bench", "--max-new-tokens", "1500"): "beyond the target model's context",
     ("bench", "--methods", "fast"): "methods must",
     ("bench", "--record", "folder"): "not a regular file",
     ("calibrate", "--target", "text"): "cannot load",
     ("calibrate", "--output", "under a file"): "cannot write into",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
-    ("record", "under a file"): "cannot write into",
+    ("record", "--output", "under a file"): "cannot write into",
     ("bench", "--record", "under a file"): "cannot write into",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
@@ -169,15 +169,15 @@ REFUSED = {
     ("eval", "--problems", "bad.jsonl.gz"): "no file of JSON lines",
     ("eval", "--problems", "deep.jsonl"): "recursion",
     ("eval", "--output", "text"): "cannot write into",
-    ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
-    ("sweep", "full", "--out", "folder"): "not a regular file",
-    ("sweep", "text", "--out", "text"): "cannot write into",
+    ("sweep", "deep.ipynb", "--output", "folder"): "recursion",
+    ("sweep", "full", "--output", "folder"): "not a regular file",
+    ("sweep", "text", "--output", "text"): "cannot write into",
     ("doctor", "--nosuch"): "No such option",
     ("nosuch",): "No such command",
     ("verify", "--target", "text"): "cannot load",
     ("verify", "--dtype", "float7"): "dtype",
     ("verify", "model"): "name models with --target NAME and --draft NAME",
-    ("record", "x.npz", "model"): "name models with --target NAME and --draft NAME",
+    ("record", "--output", "x.npz", "model"): "name models with --target NAME and --draft NAME",
     ("demo", "surplus"): "unexpected argument 'surplus'",
     ("notebooks", "3", "99"): "no lesson 99; the lessons are 00, 01,",
     ("generate", "x", "--input", "text"): "leave one out",
@@ -192,7 +192,7 @@ REFUSED = {
     ("generate", "caf\udce9"): "a prompt is not valid Unicode: lone surrogate at index 3",
     (
         "record",
-        "x.npz",
+        "--output=x.npz",
         "--prompts",
         "other",
     ): "prompt_set must be one of mini, library, edits, questions, *.jsonl, *.jsonl.gz; got",
@@ -267,6 +267,15 @@ def test_commands_name_models_by_the_same_options():
     for name in taking:
         assert {option: found[name][option].opts for option in named} == named
         assert {"dtype", "device", "as_json"} < found[name].keys()
+
+
+def test_commands_name_batch_sizes_and_outputs_by_the_same_options():
+    for option, commands in {
+        "--batch-size": {"demo", "serve", "load"},
+        "--batch-sizes": {"bench", "calibrate"},
+        "--output": {"calibrate", "record", "eval", "head", "sweep"},
+    }.items():
+        assert {name for name, command in COMMANDS.items() if any(option in p.opts for p in command.params)} == commands
 
 
 def test_a_shell_completes_commands_and_options():

@@ -107,11 +107,11 @@ def test_files_of_one_name_have_different_labels(tmp_path, mine):
 
 
 def test_record_of_bench_and_recorded_trace_name_the_file(mine, tmp_path):
-    limits = ["--rows", 2, "--repeats", 1, "--max-new-tokens", 2, "--methods", "regular", "--methods", "batched"]
+    limits = ["--batch-sizes", 2, "--repeats", 1, "--max-new-tokens", 2, "--methods", "regular", "--methods", "batched"]
     done = invoke("bench", "--prompts", mine, *limits, "--record", tmp_path / "record.jsonl")
     assert done.exit_code == 0, done.output
     assert {line["prompt_set"] for line in records.read(tmp_path / "record.jsonl")} == {label(mine)}
-    done = invoke("record", tmp_path / "trace.npz", "--prompts", mine, "--count", 2, "--max-new-tokens", 4)
+    done = invoke("record", "--output", tmp_path / "trace.npz", "--prompts", mine, "--count", 2, "--max-new-tokens", 4)
     assert done.exit_code == 0, done.output
     trace = AcceptanceTrace.load(tmp_path / "trace.npz")
     assert trace.meta["prompt_set"] == label(mine) and len(trace.lengths) == 2

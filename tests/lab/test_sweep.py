@@ -97,11 +97,11 @@ def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
 def test_full_disk_in_a_run_differs_from_a_failing_cell(notebook, small_disk):
     out = small_disk / "out"
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 10 * 4096))
-    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--output", out)
     assert done.exit_code == 1 and "stopped: disk full: " in done.output and "free some space" in done.output
     survivors = sizes(out)
     (small_disk / "filler").unlink()
-    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--output", out)
     assert done.exit_code == 0, done.output
     assert sizes(out) == [1, 2, 3] and done.output.count("was done") - 1 == len(survivors)
 
@@ -159,14 +159,14 @@ def test_failing_cell_is_shown_and_other_runs_are_done(tmp_path):
     folder = tmp_path / "{odd} {}"  # braces have no special meaning
     folder.mkdir()
     notebook, out = sweeps.stub(folder), folder / "{out}"
-    done = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--jobs", 2, "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--jobs", 2, "--output", out)
     assert done.exit_code == 1
     assert "failed: AssertionError: asked to fail" in done.output and "----> " in done.output
     assert "2 runs: 1 failed, 1 done" in done.output or "2 runs: 1 done, 1 failed" in done.output
     assert sizes(out) == [2] and set(lab.load_records(out)["product"]) == {2, 4}
     (report,) = (path for path in out.rglob("error.txt"))
     assert "assert not fails" in report.read_text() and (report.parent / "notebook.ipynb").exists()
-    again = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--dry-run", "--out", out)
+    again = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--dry-run", "--output", out)
     assert again.exit_code == 0 and "1 to run" in again.output and "nothing was run" in again.output
 
 
@@ -256,7 +256,7 @@ def test_interrupt_ends_all_processes_and_keeps_results(notebook, tmp_path):
 
     def interrupted():
         sys.stderr = said.open("w", buffering=1)
-        app(["sweep", str(notebook), "-p", "size=1,2,3", "-p", "pause=0.5", "-p", f"started={log}", "--out", str(out)])
+        app(["sweep", str(notebook), "-p", "size=1,2,3", "-p", "pause=0.5", "-p", f"started={log}", f"--output={out}"])
 
     child = sweeps.forked(interrupted)
     until(lambda: len(started(log)) == 2, 30)
@@ -355,7 +355,7 @@ def test_records_of_a_run_must_be_lines_of_json(notebook, tmp_path, text, error)
 def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]))"
     stub, out = sweeps.stub(tmp_path, drawing), tmp_path / "out"
-    done = invoke("sweep", stub, "-p", "size=1", "--html", "--out", out)
+    done = invoke("sweep", stub, "-p", "size=1", "--html", "--output", out)
     assert done.exit_code == 0, done.output
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]

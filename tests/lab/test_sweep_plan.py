@@ -47,7 +47,7 @@ def with_parameters(folder, more):
     ],
 )
 def test_wrong_command_stops_before_the_first_run(notebook, tmp_path, arguments, said):
-    done = invoke("sweep", notebook, *arguments, "--out", tmp_path / "out")
+    done = invoke("sweep", notebook, *arguments, "--output", tmp_path / "out")
     assert done.exit_code == 2 and said in done.output
     assert not (tmp_path / "out").exists()
 

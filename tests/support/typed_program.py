@@ -41,7 +41,9 @@ again = bass.ModelPair(target=pair.target, draft=bass.NgramDrafter(), tokenizer=
 reveal_type((pair, again, pair.target, pair.draft, pair.tokenizer, pair.device))
 
 out = bass.generate(pair, ["a", "b"], draft_length=Careful(), on_step=tell, generation_config=None, stop="\n")
-reveal_type((out, out[0].text, out.texts, out.sequences, out.logprobs, out.finish_reasons, out.by_prompt))
+reveal_type(
+    (out, out[0].text.split(), out.texts[0].split(), out.sequences, out.logprobs, out.finish_reasons, out.by_prompt)
+)
 reveal_type([(row.sequence, row.finish_reason) for row in out])
 reveal_type((out.to_pandas(), out.trace.steps, bass.Trace.load("trace.json").tokens))
 reveal_type((out.trace.summary(), out.trace.summary()["tokens_per_step"]))

@@ -27,11 +27,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "kernels",
         "Time ragged-attention kernels against their peers.",
         quick="few cases, about a minute",
-        all="every case; takes long, narrow with --models and --batches",
+        all="every case; takes long, narrow with --models and --batch-sizes",
         dry_run="one tiny case on the CPU, with meaningless times",
     )
     parser.add_argument("--models", nargs="+", choices=cases.MODELS, default=cases.MODELS)
-    parser.add_argument("--batches", nargs="+", type=int, choices=cases.BATCHES)
+    parser.add_argument("--batch-sizes", nargs="+", type=int, choices=cases.BATCHES)
     parser.add_argument("--kernels", nargs="+", choices=PEERS, help="kernels to time; default: all")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
@@ -41,9 +41,9 @@ def chosen_cases(options: argparse.Namespace) -> list[cases.Case]:
     if options.dry_run:
         return [cases.tiny_case()]
     if options.quick:
-        batches = options.batches or cases.BATCHES
+        batches = options.batch_sizes or cases.BATCHES
         return [case for case in cases.quick_cases() if case.model in options.models and case.batch in batches]
-    return (cases.all_cases if options.all else cases.default_cases)(options.models, options.batches)
+    return (cases.all_cases if options.all else cases.default_cases)(options.models, options.batch_sizes)
 
 
 def environment() -> dict[str, str | None]:
