@@ -82,7 +82,8 @@ class AsyncSession:
 
     Options are as in `Session`; invalid options raise on entry. Use the session in the event loop that entered it. If a
     consumer is cancelled or closed, its rows end after the running step. If memory is full when rows start, only the
-    largest waiting request fails. Any other error of a step is raised in all consumers and ends the session.
+    largest waiting request fails. Any other error of a step is raised in all consumers and ends the session. Until the
+    session is closed, the models cannot decode for a `Session` of another thread.
 
     on_step: called in the thread after each step, with the event and the seconds of the step.
     error: the error that ended the session, or None.
@@ -177,10 +178,9 @@ class AsyncSession:
         return job
 
     def _check_loop(self) -> None:
-        if self._loop is None:
-            raise RuntimeError("the session is not open; use it inside `async with AsyncSession(...) as session:`")
         if self._loop is not asyncio.get_running_loop():
-            raise RuntimeError("the session belongs to another event loop; make a session in each event loop")
+            state = "is not open" if self._loop is None else "belongs to another event loop"
+            raise RuntimeError(f"the session {state}; use it inside `async with AsyncSession(...) as session:`")
 
     def _put(self, command: Callable[..., None], *arguments: Any) -> None:
         self._engine.inbox.append((self, functools.partial(command, *arguments)))

@@ -11,7 +11,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 
 import bass_core as bass
 from bass_core.model.cache import RaggedCache
-from bass_core.model.patching import path_of
+from bass_core.model.patching import InUse, path_of
 
 PAIR = bass.ModelPair(
     tiny_model(vocab_size=BYTES, max_position_embeddings=2048),
@@ -129,8 +129,10 @@ def test_invalid_request_fails_alone():
                 await session.generate(TEXTS[0], **arguments)
             with pytest.raises(error, match=said):
                 await joined(session.stream(TEXTS[0], **arguments))
+        job = session.start([(TEXTS[0], {"max_new_tokens": 1500}), ([], {})])
         with pytest.raises(ValueError, match="a prompt is empty"):
-            await session.generate([])
+            await anext(aiter(job))
+        assert job.rows[0].finish_reason == "cancelled"
         return (await running).text
 
     assert in_session(program) == texts_alone(TEXTS[:1])[0]
@@ -140,6 +142,8 @@ def test_close_ends_running_and_waiting_rows():
     async def program(session):
         running = [asyncio.create_task(session.generate(text, max_new_tokens=1500)) for text in TEXTS]
         await until(lambda: session.session.rows.live and session.session.rows.waiting)
+        with pytest.raises(InUse):
+            bass.generate(PAIR, TEXTS[0], max_new_tokens=1, **OPTIONS)
         await session.close()
         await session.close()
         results = await asyncio.gather(*running)
