@@ -3,6 +3,7 @@
 Read `exactness/verification.py` first, then `loop/step.py`, then `Session._decode`.
 
     session.py, generation.py, hf.py    the public API; options.py and prompts.py check arguments
+    async_session.py                    the engine for coroutines
     exactness/                          verification rules, sampling, random numbers
     loop/                               rows, batches, decode steps, traces
     model/                              one forward pass over the ragged KV cache
@@ -11,6 +12,7 @@ Read `exactness/verification.py` first, then `loop/step.py`, then `Session._deco
     gpu/                                CUDA graphs, overlapped steps, compiled layers
 """
 
+from bass_core.async_session import AsyncSession
 from bass_core.detokenizer import FinalText
 from bass_core.drafters import (
     Context,
@@ -39,6 +41,7 @@ from bass_core.session import Result, Session
 __version__ = "0.2.0"
 
 __all__ = [
+    "AsyncSession",
     "BassHeuristic",
     "Bias",
     "Context",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from bass_core import checks
+from bass_core.async_session import AsyncSession
 from bass_core.detokenizer import FinalText
 from bass_core.exactness.processors import Processor
 from bass_core.loading.model_pair import ModelPair
@@ -222,40 +223,48 @@ def stream(
     ValueError for a pair without a tokenizer.
     """
     ends = deadline(time_budget)
-    ids = prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
-    if pair.tokenizer is None:
-        raise ValueError("stream yields texts, but the pair has no tokenizer; use ModelPair(..., tokenizer=...)")
-    samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
-    most = len(ids) * samples if max_batch_size is None else max_batch_size
+    ids, samples, most = _read(pair, prompts, num_return_sequences, max_new_tokens, max_batch_size, options)
     session = Session(pair, max_batch_size=most, **options)
     return _pieces(session, _submit(session, ids, samples, max_new_tokens), ends)
 
 
 @checks.names_arguments
 async def astream(
-    pair: ModelPair, prompts: PromptLike | Sequence[PromptLike], **options: Any
+    pair: ModelPair,
+    prompts: PromptLike | Sequence[PromptLike],
+    *,
+    num_return_sequences: int = 1,
+    max_new_tokens: int = 128,
+    max_batch_size: int | None = None,
+    time_budget: float | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[int, str]]:
-    """`stream` for `async for`. Steps run in a thread, and the event loop continues meanwhile.
-
-    A model can decode for only one stream at a time. Pass several prompts to one stream, or load models per stream.
-    """
-    pieces, waiting = stream(pair, prompts, **options), None
-    try:
-        while True:
-            # A future instead of a task, since `asyncio.run` cancels all tasks when it ends early.
-            waiting = asyncio.get_running_loop().run_in_executor(None, next, pieces, None)
-            if (piece := await asyncio.shield(waiting)) is None:
-                return
+    """`stream` for `async for`, by an `AsyncSession`. Several streams of a pair may run at the same time."""
+    ends = deadline(time_budget)
+    asked = (pair, prompts, num_return_sequences, max_new_tokens, max_batch_size, options)
+    ids, samples, most = await asyncio.to_thread(_read, *asked)
+    async with AsyncSession(pair, max_batch_size=most, **options) as session:
+        left = None if ends is None else max(0.0, ends - time.monotonic())
+        own = {"max_new_tokens": max_new_tokens, "deadline": left}
+        job = session.start([(each, own) for each in ids for _ in range(samples)])
+        async for piece in job.texts():
             yield piece
-    finally:
-        if waiting is not None:
-            await asyncio.wait([waiting])  # on cancellation, wait for the running step
-        pieces.close()
 
 
 def deadline(time_budget: float | None) -> float | None:
     """Return the `time.monotonic()` at which a call that begins now must end."""
     return None if time_budget is None else time.monotonic() + checks.seconds("time_budget", time_budget)
+
+
+def _read(
+    pair: ModelPair, prompts: Any, samples: int, new: int, most: int | None, options: Mapping[str, Any]
+) -> tuple[list[Prompt], int, int]:
+    """Return the prompts of a stream, the samples per prompt, and the batch size. Raises ValueError or TypeError."""
+    ids = prompts_of(pair, prompts, new, options.get("generation_config"))
+    if pair.tokenizer is None:
+        raise ValueError("stream yields texts, but the pair has no tokenizer; use ModelPair(..., tokenizer=...)")
+    samples = checks.integer("num_return_sequences", samples, least=1)
+    return ids, samples, len(ids) * samples if most is None else most
 
 
 def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_tokens: int) -> list[Request]:

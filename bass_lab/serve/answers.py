@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bass_core import options
 from bass_core.detokenizer import FinalText
-from bass_lab.serve.driver import Ended
+from bass_lab.serve.ends import Ended
 from bass_lab.texts.pieces import bytes_of
 
 # OpenAI's clients accept only "stop" and "length". The field `bass` has the engine's own reason.

@@ -1,4 +1,4 @@
-"""The HTTP API: turns requests into jobs of the driver, and updates of jobs into responses."""
+"""The HTTP API: turns requests into jobs of the engine, and updates of jobs into responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bass_core import options
+from bass_core.async_session import AsyncSession, Job
 from bass_core.loading.model_pair import ModelPair
 from bass_core.prompts import check_context, token_ids
 from bass_lab.serve.answers import Answer
 from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts
-from bass_lab.serve.driver import Dead, Driver, Ended, Full, Job, Row
-from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, Gate, Refused
+from bass_lab.serve.ends import STOPPED, Ended, Ends, updates
+from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, Gate, Refused, line
 
 LONGEST_TOKEN = 256  # characters; a longer text per token of the context is refused before tokenizing
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -38,13 +39,15 @@ BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 @dataclass
 class Service:
-    """State shared by all requests. name: the model name for clients. deadline: seconds until every row ends."""
+    """State shared by all requests. name: the model name for clients. on_row_end: called once per row, see `Ends`.
+    deadline: seconds until every row ends."""
 
     pair: ModelPair
     name: str
-    driver: Driver
+    engine: AsyncSession
     gate: Gate
     counts: Counts
+    on_row_end: Callable[[Ended | None], None]
     deadline: float | None = None
 
     def __post_init__(self):
@@ -55,7 +58,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        if self.driver.error is not None:
+        if self.engine.error is not None:
             return "dead"
         return "draining" if self.gate.draining else "ok"
 
@@ -79,19 +82,19 @@ class Service:
             loop = asyncio.get_running_loop()
             ids, limits = await loop.run_in_executor(self._reader, self._read, body, prompts)
             seed = secrets.randbits(31) if body.seed is None else body.seed
-            job = Job(self._rows(body, ids, limits, seed, arrived), body.stream, wants_logprobs)
-            self.driver.start(job)  # from here on, the driver calls `leave` as rows end
-        except Dead as error:
-            self.gate.leave(count)
-            raise Refused(500, str(error)) from error
+            rows, ends = self._rows(body, ids, limits, seed, arrived), Ends(count, self.on_row_end)
+            try:
+                job = self.engine.start(rows, logprobs=wants_logprobs, notify=ends)  # `on_row_end` leaves the gate
+            except RuntimeError as error:
+                raise Refused(500, STOPPED) from error
         except BaseException:
             self.gate.leave(count)
             raise
         answer = Answer(chat, self.name, self.pair.tokenizer, sum(map(len, ids)), seed, wants_logprobs, body.stop or ())
         if body.stream:
             told = body.stream_options or StreamOptions()
-            return EventStream(self.driver, job, self._chunks(job, answer, chat, told))
-        return await self._whole(job, answer, request)
+            return EventStream(job, self._chunks(job, ends, answer, chat, told))
+        return await self._whole(job, ends, answer, request)
 
     def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int]]:
         """Return the token ids and maximum new tokens of each prompt. Runs in a thread of its own. Raises Refused."""
@@ -108,12 +111,12 @@ class Service:
         try:
             options.stop_strings(body.stop or (), self.pair.tokenizer)
         except ValueError as error:
-            raise Refused(400, _line(str(error)), "stop") from error
+            raise Refused(400, line(str(error)), "stop") from error
         try:
             ids = token_ids(self.pair, prompts)
         except (ValueError, TypeError) as error:
             said = str(error).removeprefix("prompt 0: ") if len(prompts) == 1 else str(error)
-            raise Refused(400, f"{field}: {_line(said)}", field) from error
+            raise Refused(400, f"{field}: {line(said)}", field) from error
         limits = []
         for prompt in ids:
             room = 4096 if places is None else places - len(prompt)
@@ -122,77 +125,61 @@ class Service:
                 check_context(self.pair, len(prompt), max(limits[-1], 1))
             except ValueError as error:
                 named = field if room < 1 else "max_tokens"
-                said = _line(str(error)).replace("max_new_tokens", "max_tokens")
+                said = line(str(error)).replace("max_new_tokens", "max_tokens")
                 raise Refused(400, f"{named}: {said}", named, "context_length_exceeded") from error
         return ids, limits
 
-    def _rows(self, body: Sampled, ids: list, limits: list[int], seed: int, arrived: float) -> list[Row]:
+    def _rows(self, body: Sampled, ids: list, limits: list[int], seed: int, arrived: float) -> list:
+        """Return the rows of a request, with their arguments of `Session.submit`."""
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
-        ends = arrived + min(waits) if waits else None
-        own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": body.ignore_eos}
+        left = max(0.0, arrived + min(waits) - time.monotonic()) if waits else None
+        own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": body.ignore_eos, "deadline": left}
         return [
-            Row(prompt, own | {"sample": index * body.n + sample, "max_new_tokens": limits[index]}, ends)
+            (prompt, own | {"sample": index * body.n + sample, "max_new_tokens": limits[index]})
             for index, prompt in enumerate(ids)
             for sample in range(body.n)
         ]
 
-    async def _whole(self, job: Job, answer: Answer, request: Request) -> Response:
+    async def _whole(self, job: Job, ends: Ends, answer: Answer, request: Request) -> Response:
         gone = asyncio.ensure_future(_disconnected(request))
         collected = asyncio.ensure_future(self._collect(job))
         try:
             await asyncio.wait({gone, collected}, return_when=asyncio.FIRST_COMPLETED)
             if not collected.done():
                 return Response(status_code=499)  # the client has disconnected
-            return JSONResponse(answer.whole(collected.result()))
+            collected.result()
+            return JSONResponse(answer.whole(ends.in_order))
         finally:
-            self.driver.cancel(job)
+            job.cancel()
             for task in (gone, collected):
                 task.cancel()
 
-    async def _collect(self, job: Job) -> list[Ended]:
-        ended: dict[int, Ended] = {}
-        while len(ended) < len(job.rows):
-            update = await job.updates.get()
-            self._check(update)
-            if update.ended is not None:
-                ended[update.index] = update.ended
-        return [ended[index] for index in range(len(job.rows))]
+    async def _collect(self, job: Job) -> None:
+        async for _ in updates(self.engine, job):
+            pass
 
-    def _check(self, update: Any) -> None:
-        """Raise Refused for an update that fails the whole request."""
-        if isinstance(update, Dead):
-            raise Refused(500, str(update))
-        if isinstance(update, Full):
-            raise Refused(507, f"{_line(str(update))}. Request fewer tokens (max_tokens)", code="out_of_memory")
-        if isinstance(update, Exception):
-            raise Refused(400, _line(str(update)))
-        if update.ended is not None and update.ended.result.finish_reason == "error":
-            raise Refused(500, f"a model gave NaN or infinite logits for choice {update.index}", code="bad_logits")
-
-    async def _chunks(self, job: Job, answer: Answer, chat: bool, told: StreamOptions) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(
+        self, job: Job, ends: Ends, answer: Answer, chat: bool, told: StreamOptions
+    ) -> AsyncIterator[dict[str, Any]]:
         """Yield chunks as rows gain text. An error is the last chunk."""
         begun: set[int] = set()
-        ended: dict[int, Ended] = {}
         generated = 0
         unused = {"usage": None} if told.include_usage else {}
         try:
-            while len(ended) < len(job.rows):
-                update = await job.updates.get()
-                self._check(update)
+            async for update in updates(self.engine, job):
                 index = update.index
                 generated += len(update.tokens)
                 usage = {"usage": answer.usage(generated)} if told.continuous_usage_stats else unused
                 if chat and index not in begun:
                     yield answer.opening(index) | usage
                 begun.add(index)
-                chunk = answer.chunk(index, update.tokens, update.logprobs, update.ended)
+                ended = None if update.result is None else ends.ended[index]
+                chunk = answer.chunk(index, update.tokens, update.logprobs, ended)
                 if chunk is not None:
                     yield chunk | usage
-                if update.ended is not None:
-                    ended[index] = update.ended
             if told.include_usage:
-                yield answer.last([ended[index] for index in range(len(job.rows))])
+                yield answer.last(ends.in_order)
         except Refused as refused:
             yield refused.body
 
@@ -200,20 +187,20 @@ class Service:
 class EventStream(StreamingResponse):
     """Server-sent events with a job's chunks. The job ends with the connection."""
 
-    def __init__(self, driver: Driver, job: Job, chunks: AsyncIterator[dict[str, Any]]):
+    def __init__(self, job: Job, chunks: AsyncIterator[dict[str, Any]]):
         async def events() -> AsyncIterator[str]:
             async for chunk in chunks:
                 yield f"data: {json.dumps(chunk, allow_nan=False)}\n\n"
             yield "data: [DONE]\n\n"
 
         super().__init__(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._driver, self._job = driver, job
+        self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._driver.cancel(self._job)
+            self._job.cancel()
 
 
 class Entrance:
@@ -246,7 +233,7 @@ class Entrance:
                     raise
                 await _refusal(refused)(scope, receive, watching)
             except Exception as error:
-                print(f"error: a fault in bass serve: {type(error).__name__}: {_line(str(error))}", file=sys.stderr)
+                print(f"error: a fault in bass serve: {type(error).__name__}: {line(str(error))}", file=sys.stderr)
                 if os.environ.get("BASS_DEBUG"):
                     traceback.print_exc()
                 if status is None:
@@ -258,7 +245,7 @@ class Entrance:
 
 
 def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the application. The driver must be running. allow_origins: sites whose pages may call it (CORS)."""
+    """Return the application. The engine must be open. allow_origins: sites whose pages may call it (CORS)."""
     about = {"title": "BASS", "description": "Batched speculative decoding of one pair of models"}
     app = FastAPI(**about, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
@@ -342,11 +329,6 @@ def _characters(prompt: str | list) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(message["content"]) for message in prompt if isinstance(message, dict))
-
-
-def _line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 500 else f"{text[:500]} …"
 
 
 def _check_kind(headers: Headers) -> None:

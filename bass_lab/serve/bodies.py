@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API. Every field is honoured or refused; no field is ignored.
+"""Request bodies of OpenAI's API. Every field is honoured, refused, or described as "without effect".
 
 OpenAI fields without support in the engine are accepted only at their neutral value. `timeout`, `top_k`, `min_p`,
 `repetition_penalty`, `ignore_eos` and `continuous_usage_stats` are extensions. Null fields count as absent. Validation
@@ -58,6 +58,10 @@ class _Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
 
 
+def unused(kind: str) -> Any:
+    return Field(None, description=f"{kind} without effect")
+
+
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -84,8 +88,8 @@ class Sampled(_Body):
         None, description='an object {"include_usage": true}; "continuous_usage_stats": true adds counts to every chunk'
     )
     timeout: float | None = Field(None, gt=0, le=10**6, description="seconds > 0 until rows end with a partial text")
-    user: str | None = Field(None, description="a string without effect")
-    metadata: dict[str, str] | None = Field(None, description="strings by name, without effect")
+    user: str | None = unused("a string")
+    metadata: dict[str, str] | None = unused("strings by name,")
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("an empty object")
@@ -111,10 +115,26 @@ class Part(_Body):
     text: str
 
 
+Nothing = Annotated[list | dict, Field(max_length=0)]
+
+
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | Annotated[Items[Part], Tag("<list>")], _by(_kind)]
     name: str | None = None
+    # Fields of OpenAI's answers, empty in this server's answers
+    refusal: Literal[""] | None = None
+    annotations: Nothing | None = None
+    audio: Nothing | None = None
+    tool_calls: Nothing | None = None
+    function_call: Nothing | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Return the fields that are not null. An assistant's message without content has an empty text."""
+        given = _Body._without_nulls(given)
+        return {"content": ""} | given if type(given) is dict and given.get("role") == "assistant" else given
 
     @property
     def plain(self) -> dict[str, str]:
@@ -142,6 +162,12 @@ class ChatBody(Sampled):
     tool_choice: Literal["none", "auto"] | None = neutral('"none"')
     modalities: Items[Literal["text"]] | None = neutral('["text"]')
     store: Literal[False] | None = neutral("false")
+    parallel_tool_calls: bool | None = unused("true or false,")
+    prompt_cache_key: str | None = unused("a string")
+    reasoning_effort: str | None = unused("a string")
+    safety_identifier: str | None = unused("a string")
+    service_tier: str | None = unused("a string")
+    verbosity: str | None = unused("a string")
 
 
 def complaint(body: type[BaseModel], errors: list[dict[str, Any]]) -> tuple[str, str | None]:

@@ -20,6 +20,8 @@ class Counts:
         self.requests = Counter("bass_requests", "requests answered", ["path", "status"], **named)
         self._rows = Counter("bass_rows", "ended rows, by the engine's finish reason", ["reason"], **named)
         self._tokens = Counter("bass_tokens", "generated, draft and accepted tokens", ["kind"], **named)
+        about = "draft and accepted tokens, by position in the draft, from 1"
+        self._positions = Counter("bass_draft_position_tokens", about, ["kind", "position"], **named)
         self._steps = Histogram("bass_step_seconds", "duration of an engine step", buckets=SECONDS, **named)
         self._waits = Histogram("bass_first_token_seconds", "time to a row's first token", buckets=SECONDS, **named)
         self._times = Histogram("bass_row_seconds", "time to a row's end", buckets=SECONDS, **named)
@@ -30,11 +32,14 @@ class Counts:
         Gauge(name, about, **self._gauges).set_function(read)
 
     def step(self, event: StepEvent, seconds: float) -> None:
-        """Count a step of the engine. Called in the driver's thread."""
+        """Count a step of the engine. Called in the engine's thread."""
         self._steps.observe(seconds)
         self._tokens.labels("generated").inc(sum(map(len, event.new_tokens)))
-        self._tokens.labels("drafted").inc(sum(event.drafted))
-        self._tokens.labels("accepted").inc(sum(event.accepted))
+        for kind, counts in (("drafted", event.drafted), ("accepted", event.accepted)):
+            self._tokens.labels(kind).inc(sum(counts))
+            for position in range(1, max(counts, default=0) + 1):
+                rows = sum(count >= position for count in counts)
+                self._positions.labels(kind, str(position)).inc(rows)
 
     def row(self, reason: str, waited: float | None = None, took: float | None = None) -> None:
         """Count a row's end. waited: seconds to the first token. took: seconds to the end."""

@@ -33,6 +33,12 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
 
+def line(text: str) -> str:
+    """Return the text as one line of at most 500 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 500 else f"{text[:500]} …"
+
+
 def is_loopback(host: str) -> bool:
     """Return True if only this machine can reach a server on the address. Of names, only localhost counts."""
     if host == "localhost":

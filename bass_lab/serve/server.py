@@ -15,12 +15,12 @@ from typing import Any
 
 import uvicorn
 
+from bass_core.async_session import AsyncSession
 from bass_core.loading.model_pair import ModelPair
-from bass_core.session import Session
 from bass_lab.serve import connections
 from bass_lab.serve.api import Service, make_app
 from bass_lab.serve.counts import Counts
-from bass_lab.serve.driver import Driver, Ended
+from bass_lab.serve.ends import Ended
 from bass_lab.serve.gate import Gate, is_loopback
 
 try:
@@ -79,11 +79,11 @@ class Server(uvicorn.Server):
     def __init__(self, pair: ModelPair, settings: Settings, say: Callable[[dict[str, str]], None]):
         self.settings, self._say, self.failed = settings, say, False
         options = {"temperature": 1.0, "on_row_error": "finish", "trace": "off"} | (settings.session or {})
-        session = Session(pair, max_batch_size=settings.max_batch_size, **options)
-        counts, self.gate = Counts(), Gate(settings.max_batch_size, settings.queue, settings.api_key)
-        self.driver = Driver(session, counts, self._row_ended)
-        self.service = Service(pair, settings.name, self.driver, self.gate, counts, settings.deadline)
-        self._counts = counts
+        counts = self._counts = Counts()
+        self.gate = Gate(settings.max_batch_size, settings.queue, settings.api_key)
+        self.engine = AsyncSession(pair, max_batch_size=settings.max_batch_size, on_step=counts.step, **options)
+        shared = self.engine, self.gate, counts, self._row_ended, settings.deadline
+        self.service = Service(pair, settings.name, *shared)
         limit, burst = connections.limits(_open_files(), settings.max_batch_size + settings.queue)
         options = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none", "server_header": False}
         options |= {"backlog": burst, "timeout_graceful_shutdown": GOODBYE}
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self.driver.begin()
+        await self.engine.__aenter__()
         self._watch = asyncio.ensure_future(self._watched())
         await super().startup(sockets)
         sockets[0].listen(connections.QUEUED)  # asyncio sets the queue's length to the number accepted at once
@@ -112,14 +112,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         self._watch.cancel()
-        self.driver.end()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.driver.over.wait(), GOODBYE)
+            await asyncio.wait_for(self.engine.close(), GOODBYE)
 
     async def _watched(self) -> None:
         """Shut down the server after the engine has died and pending requests had time to receive errors."""
-        await self.driver.over.wait()
-        error = self.driver.error
+        await asyncio.wait({self.engine.ended})
+        if (error := self.engine.error) is None:
+            return  # closed by `_drained`
         self.failed = True
         print(f"error: the engine has stopped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         await asyncio.sleep(LAST_WORDS)
@@ -128,16 +128,16 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Accept no new requests. End when running requests have ended, after `drain` seconds, or at a second call."""
         if self.gate.draining:
-            self.driver.cancel_all()
+            self._ending = asyncio.ensure_future(self.engine.close())
         else:
             self.gate.draining = True
             self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
         ends = self._loop.time() + self.settings.drain
-        while (self.driver.jobs or self.gate.rows) and self._loop.time() < ends and not self.driver.over.is_set():
+        while self.gate.rows and self._loop.time() < ends and not self.engine.ended.done():
             await asyncio.sleep(0.05)
-        self.driver.cancel_all()
+        await self.engine.close()
         self.should_exit = True
 
     @contextlib.contextmanager

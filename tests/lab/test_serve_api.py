@@ -14,6 +14,7 @@ from waiting import until
 
 import bass_core as bass
 from bass_lab.serve.answers import Answer
+from bass_lab.serve.counts import Counts
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
@@ -219,7 +220,7 @@ def test_closed_stream_ends_its_rows(server, client):
         next(iter(stream))
         assert server.gate.rows == 4
         stream.close()
-        until(lambda: server.driver._inbox or not server.gate.rows)  # the server has noticed
+        until(lambda: server.engine._engine.inbox or not server.gate.rows)  # the server has noticed
     until(lambda: server.gate.rows == 0)
     assert 'bass_rows_total{reason="cancelled"}' in metrics(server)
 
@@ -251,6 +252,13 @@ def test_metrics_count_tokens(server, client):
     assert "bass_rows_waiting 0.0" in metrics(server) and "bass_step_seconds_bucket" in metrics(server)
 
 
+def test_metrics_count_draft_tokens_by_position():
+    counts = Counts()
+    counts.step(bass.StepEvent(0, [0, 1], [[5, 6, 7], [8]], drafted=[3, 1], accepted=[2, 0]), 0.1)
+    found = re.findall(r'position_tokens_total{kind="(.)\w+",position="(.)"} (\S+)', counts.text().decode())
+    assert found == [(*"d1", "2.0"), (*"d2", "1.0"), (*"d3", "1.0"), (*"a1", "1.0"), (*"a2", "1.0")]
+
+
 REFUSED = [
     ("prompt", {}), ("prompt", {"prompt": ""}), ("prompt", {"prompt": []}), ("prompt", {"prompt": [[]]}),
     ("prompt", {"prompt": [BYTES]}), ("prompt", {"prompt": {"text": "x"}}), ("prompt", {"prompt": "x" * 600}),
@@ -267,7 +275,8 @@ REFUSED = [
 USER = {"role": "user", "content": "Hello"}
 REFUSED_MESSAGES = [
     ("messages", None), ("messages", []), ("messages", "hi"), ("messages.0", ["hi"]), ("messages.0.role", [{}]),
-    ("messages.1.tool_calls", [USER, USER | {"tool_calls": []}]), ("messages.0.content", [USER | {"content": 5}]),
+    ("messages.1.tool_calls", [USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]),
+    ("messages.0.content", [USER | {"content": 5}]), ("messages.0.content", [USER | {"content": None}]),
     ("messages.0.content.0", [USER | {"content": ["hi"]}]),
     ("messages.0.content.0.type", [USER | {"content": [{"type": "image_url"}]}]),
 ]  # fmt: skip
@@ -290,8 +299,25 @@ def test_null_fields_of_messages_are_absent(client):
     assert said["tool_calls"] is said["refusal"] is None
     parts = USER | {"content": [{"type": "text", "text": "Hello", "cache_control": None}]}
     short = {"role": "assistant", "content": said["content"]}
+    empty = {"tool_calls": [], "annotations": [], "function_call": {}, "audio": None, "refusal": ""}
     texts = [client.chat.completions.create(messages=given, **options).choices[0].message.content for given in
-             ([USER, said, parts], [USER, short, USER])]  # fmt: skip
+             ([USER, said, parts], [USER, short, USER], [USER, short | empty, USER])]  # fmt: skip
+    assert len(set(texts)) == 1
+
+
+def test_assistant_message_without_content_is_an_empty_text(client):
+    options = {"model": "tiny", "max_completion_tokens": 4, "temperature": 0}
+    silent = [{"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "assistant", "content": ""}]
+    texts = [client.chat.completions.create(messages=[USER, each, USER], **options).choices[0].message.content for each
+             in silent]  # fmt: skip
+    assert len(set(texts)) == 1 and texts[0] == text_alone("# Hello\n# \n# Hello\n", 4)
+
+
+def test_fields_without_effect_are_accepted(client):
+    options = {"model": "tiny", "messages": [USER], "max_completion_tokens": 4, "temperature": 0}
+    ignored = {"service_tier": "auto", "parallel_tool_calls": False, "reasoning_effort": "low", "user": "me"}
+    ignored |= {"safety_identifier": "a", "prompt_cache_key": "b", "verbosity": "low", "metadata": {"a": "b"}}
+    texts = [client.chat.completions.create(**options | own).choices[0].message.content for own in ({}, ignored)]
     assert texts[0] == texts[1]
 
 

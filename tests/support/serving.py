@@ -41,19 +41,19 @@ def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterato
 @contextmanager
 def held(server: Server, after: int = 0) -> Iterator[None]:
     """Hold the engine before its next step, or `after` steps later, until the block ends. The server answers."""
-    step, going, left = server.driver.session.step, threading.Event(), iter(range(after))
+    step, going, left = server.engine.session.step, threading.Event(), iter(range(after))
 
     def waiting() -> Any:
         if next(left, None) is None:
             assert going.wait(60)
         return step()
 
-    server.driver.session.step = waiting
+    server.engine.session.step = waiting
     try:
         yield
     finally:
         going.set()
-        server.driver.session.step = step
+        server.engine.session.step = step
 
 
 def post(server: Server | str, path: str = "/v1/completions", **body: Any) -> httpx.Response:

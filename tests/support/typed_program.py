@@ -32,6 +32,12 @@ async def pieces(pair: bass.ModelPair) -> list[str]:
     return [piece async for _, piece in bass.astream(pair, "def f():\n", max_new_tokens=4)]
 
 
+async def shared(pair: bass.ModelPair) -> str | None:
+    async with bass.AsyncSession(pair, max_batch_size=4) as session:
+        reveal_type((session, session.stream("a"), await session.generate("a", max_new_tokens=4)))
+        return (await session.generate("a")).text
+
+
 def tell(event: bass.StepEvent) -> None:
     reveal_type(event.new_tokens)
 
