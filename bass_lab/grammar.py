@@ -61,10 +61,16 @@ class Grammar(Processor):
         if (key := (row.vocabulary, *sorted(row.ends))) not in known:
             made = _llguidance().hf.from_tokenizer(row.tokenizer, n_vocab=row.vocabulary, eos_token=[*key[1:]])
             known[key] = made
-        matcher = _llguidance().LLMatcher(known[key], self.source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"the grammar is not valid: {matcher.get_error().strip()[:300]}")
-        return _OfRow(matcher, -(-row.vocabulary // 32))
+        return _OfRow(_compiled(self.source, known[key]).deep_copy(), -(-row.vocabulary // 32))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str, tokenizer: Any) -> Any:
+    """Return a matcher for the grammar. Large grammars take up to a second."""
+    matcher = _llguidance().LLMatcher(tokenizer, source, log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"the grammar is not valid: {matcher.get_error().strip()[:300]}")
+    return matcher
 
 
 class _OfRow(Processor):

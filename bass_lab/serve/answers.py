@@ -29,6 +29,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     sent: int = 0  # characters
+    given: int = 0  # tokens with texts already sent
 
 
 class Answer:
@@ -59,7 +60,7 @@ class Answer:
             logprobs = None
             if self._logprobs:
                 texts = self._final_text().token_texts(tokens, ended=True)
-                logprobs = self._of_tokens(texts, tokens, row.result.logprobs.tolist())
+                logprobs = self._of_tokens(texts, tokens, row.result.logprobs.tolist(), row.alternatives)
             choices.append({"index": index, **said, "logprobs": logprobs, **_end(row)})
         return self._object("") | {"choices": choices, **self._totals(ended)}
 
@@ -70,9 +71,15 @@ class Answer:
         return self._object(".chunk") | {"choices": [choice]}
 
     def chunk(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], ended: Ended | None
+        self,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        alternatives: Sequence[dict[int, float]],
+        ended: Ended | None,
     ) -> dict[str, Any] | None:
-        """Return a row's next chunk after new tokens: newly final text, the row's end, or both. None: neither."""
+        """Return a row's next chunk after new tokens: newly final text, the row's end, or both. None: neither.
+        alternatives: likeliest ids of all tokens so far."""
         if index not in self._rows:
             self._rows[index] = _Row(self._final_text())
         row = self._rows[index]
@@ -83,7 +90,10 @@ class Answer:
         if not text and ended is None:
             return None
         said = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        told = self._of_tokens(row.texts, row.tokens, row.logprobs, row.sent) if self._logprobs and count else None
+        told = None
+        if self._logprobs and count:
+            told = self._of_tokens(row.texts, row.tokens, row.logprobs, alternatives[row.given :], row.sent)
+        row.given += count
         row.tokens, row.logprobs, row.texts = row.tokens[count:], row.logprobs[count:], []
         row.sent += len(text)
         end = {"finish_reason": None} if ended is None else _end(ended)
@@ -109,19 +119,32 @@ class Answer:
         return FinalText(self._tokenizer, options.stop_strings(self._stop, self._tokenizer))
 
     def _of_tokens(
-        self, texts: Sequence[str], tokens: Sequence[int], logprobs: Sequence[float], offset: int = 0
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        alternatives: Sequence[dict[int, float]],
+        offset: int = 0,
     ) -> dict[str, Any]:
         """Return the log-probabilities of the tokens with a final text. offset: earlier characters of the row."""
+        likeliest = [list(found.items()) for found in alternatives[: len(texts)]] or [[]] * len(texts)
         if self._chat:
-            return {
-                "content": [
-                    {"token": text, "logprob": logprob, "bytes": self._bytes(token, text), "top_logprobs": []}
-                    for text, token, logprob in zip(texts, tokens, logprobs, strict=False)
-                ]
-            }
+            parts = zip(texts, tokens, logprobs, likeliest, strict=False)
+            return {"content": [self._token(*one) | {"top_logprobs": self._named(most)} for *one, most in parts]}
         *offsets, _ = itertools.accumulate(map(len, texts), initial=offset)
         logprobs = list(logprobs[: len(texts)])
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+        # Of ids with equal texts, the likeliest counts.
+        named = [{one["token"]: one["logprob"] for one in self._named(found[::-1])} for found in likeliest]
+        top = [{text: value} | found for text, value, found in zip(texts, logprobs, named, strict=True)]
+        found = {"tokens": texts, "token_logprobs": logprobs, "text_offset": offsets}
+        return found | {"top_logprobs": top if alternatives else None}
+
+    def _token(self, text: str, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": logprob, "bytes": self._bytes(token, text)}
+
+    def _named(self, likeliest: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        """Return ids with log-probabilities as OpenAI's tokens. An impossible id has -9999, as in OpenAI's API."""
+        return [self._token(self._tokenizer.decode([each]), each, max(value, -9999.0)) for each, value in likeliest]
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
         """Return the bytes of a token, from which clients assemble characters split over tokens."""

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bass_core import options
 from bass_core.async_session import AsyncSession, Job
+from bass_core.exactness.processors import Bias, MinTokens, Penalties, Processor
 from bass_core.loading.model_pair import ModelPair
 from bass_core.prompts import check_context, token_ids
 from bass_lab.serve.answers import Answer
@@ -75,14 +76,17 @@ class Service:
         prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
         count = len(prompts) * body.n
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        if chat and body.top_logprobs and not wants_logprobs:
+            raise Refused(400, "top_logprobs: this field needs logprobs=true", "top_logprobs")
         if body.stream_options is not None and not body.stream:
             raise Refused(400, "stream_options: this field needs stream=true", "stream_options")
         self.gate.enter(count)
         try:
             loop = asyncio.get_running_loop()
             ids, limits = await loop.run_in_executor(self._reader, self._read, body, prompts)
+            processors = await loop.run_in_executor(self._reader, self._processors, body)
             seed = secrets.randbits(31) if body.seed is None else body.seed
-            rows, ends = self._rows(body, ids, limits, seed, arrived), Ends(count, self.on_row_end)
+            rows, ends = self._rows(body, ids, limits, processors, seed, arrived), Ends(count, self.on_row_end)
             try:
                 job = self.engine.start(rows, logprobs=wants_logprobs, notify=ends)  # `on_row_end` leaves the gate
             except RuntimeError as error:
@@ -129,12 +133,36 @@ class Service:
                 raise Refused(400, f"{named}: {said}", named, "context_length_exceeded") from error
         return ids, limits
 
-    def _rows(self, body: Sampled, ids: list, limits: list[int], seed: int, arrived: float) -> list:
+    def _processors(self, body: Sampled) -> list[Processor]:
+        """Return the processors of a request. Raises Refused for a wrong one. Compiles grammars, which takes time."""
+        made: dict[str, Callable[[], Processor | None]] = {
+            "presence_penalty": lambda: Penalties(1.0, body.presence_penalty, body.frequency_penalty),
+            "logit_bias": lambda: Bias({int(each): value for each, value in (body.logit_bias or {}).items()}),
+            "min_tokens": lambda: MinTokens(body.min_tokens),
+            "response_format": lambda: body.response_format and body.response_format.grammar(),
+        }
+        asked, stops = self.engine.session.asked, body.stop_token_ids or ()
+        ends = {*(() if body.ignore_eos else asked.ends), *stops}
+        found = []
+        for name, make in made.items():
+            try:
+                if getattr(body, name) or (name == "presence_penalty" and body.frequency_penalty):
+                    asked.processors(self.pair, (), ends, None, own := [one for one in [make()] if one is not None])
+                    found += own
+            except (ValueError, ImportError) as error:
+                raise Refused(400, f"{name}: {line(str(error))}", name) from error
+        return found
+
+    def _rows(
+        self, body: Sampled, ids: list, limits: list[int], processors: list[Processor], seed: int, arrived: float
+    ) -> list:
         """Return the rows of a request, with their arguments of `Session.submit`."""
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
         left = max(0.0, arrived + min(waits) - time.monotonic()) if waits else None
         own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": body.ignore_eos, "deadline": left}
+        own |= {"processors": processors, "draft_length": body.draft_length, "top_logprobs": body.likeliest}
+        own |= {"stop_token_ids": body.stop_token_ids or ()}
         return [
             (prompt, own | {"sample": index * body.n + sample, "max_new_tokens": limits[index]})
             for index, prompt in enumerate(ids)
@@ -175,7 +203,7 @@ class Service:
                     yield answer.opening(index) | usage
                 begun.add(index)
                 ended = None if update.result is None else ends.ended[index]
-                chunk = answer.chunk(index, update.tokens, update.logprobs, ended)
+                chunk = answer.chunk(index, update.tokens, update.logprobs, update.handle.alternatives, ended)
                 if chunk is not None:
                     yield chunk | usage
             if told.include_usage:
@@ -256,7 +284,7 @@ def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue prompts. Extra fields: top_k, min_p, repetition_penalty, ignore_eos, timeout (seconds)."""
+        """Continue prompts. Further fields than OpenAI's are listed in docs/SERVING.md."""
         return await service.answer(body, request)
 
     @app.post("/v1/chat/completions")

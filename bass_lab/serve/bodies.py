@@ -1,8 +1,9 @@
 """Request bodies of OpenAI's API. Every field is honoured, refused, or described as "without effect".
 
 OpenAI fields without support in the engine are accepted only at their neutral value. `timeout`, `top_k`, `min_p`,
-`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` are extensions. Null fields count as absent. Validation
-stops at the first error, which bounds its time.
+`min_tokens`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `draft_length`, `continuous_usage_stats` and
+`response_format` in completions are extensions. Null fields count as absent. Validation stops at the first error, which
+bounds its time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
+from bass_lab.grammar import Grammar
+
 MOST_STOPS = 16
+MOST_LIKELY = 20
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 TAGS = ("<str>", "<int>", "<list>")  # tags of union branches, which pydantic adds to an error's location
@@ -62,6 +67,58 @@ def unused(kind: str) -> Any:
     return Field(None, description=f"{kind} without effect")
 
 
+class TextFormat(_Body):
+    type: Literal["text"]
+
+    def grammar(self) -> None:
+        """Return no grammar."""
+
+
+class JsonFormat(_Body):
+    type: Literal["json_object"]
+
+    def grammar(self) -> Grammar:
+        """Return the grammar of JSON objects."""
+        return Grammar.json()
+
+
+class Schema(_Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(_Body):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+    def grammar(self) -> Grammar:
+        """Return the grammar of JSON by the schema."""
+        return Grammar.json(self.json_schema.schema_)
+
+
+class RegexFormat(_Body):
+    type: Literal["regex"]
+    regex: str
+
+    def grammar(self) -> Grammar:
+        """Return the grammar of the texts that the expression matches."""
+        return Grammar.regex(self.regex)
+
+
+class LarkFormat(_Body):
+    type: Literal["lark"]
+    lark: str
+
+    def grammar(self) -> Grammar:
+        """Return the grammar of the rules."""
+        return Grammar.lark(self.lark)
+
+
+Format = Annotated[TextFormat | JsonFormat | SchemaFormat | RegexFormat | LarkFormat, Discriminator("type")]
+
+
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -90,20 +147,39 @@ class Sampled(_Body):
     timeout: float | None = Field(None, gt=0, le=10**6, description="seconds > 0 until rows end with a partial text")
     user: str | None = unused("a string")
     metadata: dict[str, str] | None = unused("strings by name,")
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("an empty object")
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Bias] | None = Field(
+        None, max_length=1024, description="up to 1024 numbers from -100 to 100, by token id"
+    )
+    min_tokens: int | None = Field(0, ge=0, lt=2**31, description="an integer >= 0, the tokens before an end")
+    stop_token_ids: Items[TokenId] | None = Field(
+        None, max_length=1024, description="up to 1024 token ids that end a row"
+    )
+    draft_length: int | None = Field(
+        None, ge=0, le=256, description="an integer from 0 (no drafts) to 256; null: the server's policy"
+    )
+    response_format: Format | None = Field(
+        None,
+        description='{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, '
+        '{"type": "regex", "regex": …} or {"type": "lark", "lark": …}',
+    )
 
 
 class CompletionBody(Sampled):
     """POST /v1/completions."""
 
+    @property
+    def likeliest(self) -> int:
+        """Number of likeliest tokens to return at each position."""
+        return self.logprobs or 0
+
     prompt: Annotated[Text | Annotated[Prompts, Tag("<list>")], _by(_kind)] = Field(
         description="a text, a list of texts, token ids, or a list of lists of token ids"
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="an integer >= 0")
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
-        None, description="0: log-probabilities of the chosen tokens; the engine keeps no alternatives"
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LIKELY, description="an integer from 0 to 20, the likeliest tokens beside the chosen one"
     )
     echo: Literal[False] | None = neutral("false")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = neutral("1")
@@ -143,12 +219,13 @@ class Message(_Body):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
-class TextFormat(_Body):
-    type: Literal["text"]
-
-
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
+
+    @property
+    def likeliest(self) -> int:
+        """Number of likeliest tokens to return at each position."""
+        return self.top_logprobs or 0
 
     messages: Items[Message] = Field(
         min_length=1, description='a list of {"role": …, "content": …}, content a text or parts of type "text"'
@@ -156,8 +233,7 @@ class ChatBody(Sampled):
     max_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer >= 0; null: up to the context length")
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer >= 0; same as max_tokens")
     logprobs: bool | None = Field(None, description="true or false")
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = neutral("0")
-    response_format: TextFormat | None = neutral('{"type": "text"}')
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY, description="an integer from 0 to 20; needs logprobs")
     tools: Annotated[list, Field(max_length=0)] | None = neutral("an empty list")
     tool_choice: Literal["none", "auto"] | None = neutral('"none"')
     modalities: Items[Literal["text"]] | None = neutral('["text"]')

@@ -16,9 +16,11 @@ STOPPED = "the engine has stopped, and this server is shutting down"
 
 @dataclass(frozen=True)
 class Ended:
-    """A row's end. steps: decode steps. waited, took: seconds to the first token (None: no token) and to the end."""
+    """A row's end. alternatives: likeliest ids of each token. steps: decode steps. waited, took: seconds to the first
+    token (None: no token) and to the end."""
 
     result: Result
+    alternatives: list[dict[int, float]]
     drafted: int
     accepted: int
     steps: int
@@ -48,8 +50,9 @@ class Ends:
         times = self._times.setdefault(index, [])
         times += [now] * bool(update.tokens)
         if update.result is not None:
-            counts = update.handle.drafted, update.handle.accepted, max(len(times) - 1, 0)
-            self.ended[index] = Ended(update.result, *counts, times[0] if times else None, now)
+            handle, steps, waited = update.handle, max(len(times) - 1, 0), times[0] if times else None
+            counts = handle.drafted, handle.accepted, steps
+            self.ended[index] = Ended(update.result, handle.alternatives, *counts, waited, now)
             self._on_row_end(self.ended[index])
 
     @property

@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from documents import ROOT
@@ -184,8 +186,8 @@ def test_token_texts_join_to_the_text_and_bytes_to_characters():
     ids, chunks = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], []
     answer, chat = (Answer(is_chat, "tiny", TOKENIZER, 0, 0, True, ()) for is_chat in (False, True))
     for token in ids:
-        chunks.append(answer.chunk(0, [token], [0.0], None))
-        told = chat.chunk(0, [token], [0.0], None)
+        chunks.append(answer.chunk(0, [token], [0.0], [], None))
+        told = chat.chunk(0, [token], [0.0], [], None)
         if told is not None:
             parts = [each["bytes"] for each in told["choices"][0]["logprobs"]["content"]]
             assert bytes(byte for part in parts for byte in part).decode() == told["choices"][0]["delta"]["content"]
@@ -195,6 +197,74 @@ def test_token_texts_join_to_the_text_and_bytes_to_characters():
         told = choice["logprobs"]
         assert "".join(told["tokens"]) == choice["text"]
         assert all(text[at:].startswith(piece) for at, piece in zip(told["text_offset"], told["tokens"], strict=True))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_follow_a_schema(client, stream):
+    options = {"model": "tiny", "messages": [USER], "max_completion_tokens": 60, "n": 3, "temperature": 1.0}
+    answer = client.chat.completions.create(response_format=FORMAT, stream=stream, **options)
+    texts = Counter()
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] = (texts[choice.index] or "") + (
+                (choice.delta if stream else choice.message).content or ""
+            )
+            assert choice.finish_reason in (None, "stop")
+    for text in texts.values():
+        jsonschema.validate(json.loads(text), SCHEMA)
+    found = complete(client, max_tokens=60, extra_body={"response_format": {"type": "regex", "regex": "a{2,5}b"}})
+    assert re.fullmatch("a{2,5}b", found.choices[0].text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_likeliest_tokens_of_each_position(client, stream):
+    options = {"model": "tiny", "messages": [USER], "max_completion_tokens": 12, "temperature": 0, "stream": stream}
+    answer = client.chat.completions.create(logprobs=True, top_logprobs=3, **options)
+    tokens = []
+    for part in answer if stream else [answer]:
+        tokens += [token for choice in part.choices if choice.logprobs for token in choice.logprobs.content]
+    assert 0 < len(tokens) <= 12
+    for token in tokens:
+        values = [each.logprob for each in token.top_logprobs]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert token.logprob == pytest.approx(values[0], abs=1e-5)  # greedy
+    found = complete(client, temperature=0, max_tokens=4, logprobs=2).choices[0].logprobs
+    for value, likeliest in zip(found.token_logprobs, found.top_logprobs, strict=True):  # by text: equal texts are one
+        assert 1 <= len(likeliest) <= 2 and max(likeliest.values()) == pytest.approx(value, abs=1e-5)
+
+
+def test_fields_of_a_request_change_only_that_request(client):
+    ids = TOKENIZER(PROMPT, return_tensors="pt")["input_ids"][0]
+    plain = greedy_alone(TARGET, ids, NEW).tolist()
+    common = Counter(plain).most_common(1)[0][0]
+    for fields, own in (
+        ({"logit_bias": {str(plain[0]): -100}}, {"processors": [bass.Bias({plain[0]: -100.0})]}),
+        ({"frequency_penalty": 2.0}, {"processors": [bass.Penalties(frequency=2.0)]}),
+        ({"presence_penalty": 1.5, "draft_length": 0}, {"processors": [bass.Penalties(presence=1.5)]}),
+        ({"stop_token_ids": [common]}, {"stop_token_ids": [common]}),
+        (
+            {"stop_token_ids": [common], "min_tokens": 9},
+            {"stop_token_ids": [common], "processors": [bass.MinTokens(9)]},
+        ),
+    ):
+        found = complete(client, temperature=0, extra_body={"ignore_eos": True, "seed": 3} | fields)
+        with bass.Session(PAIR, draft_length=4) as session:
+            row = session.submit(ids, max_new_tokens=NEW, ignore_eos=True, **own)
+            while not session.idle:
+                session.step()
+            assert found.choices[0].text == session.result(row).text
+            assert found.choices[0].bass["finish_reason"] == row.finish_reason
+            assert session.result(row).sequence.tolist() != plain
+        assert "draft_length" not in fields or found.bass["drafted"] == 0
 
 
 def test_log_probabilities_end_where_the_text_ends(client):
@@ -265,8 +335,14 @@ REFUSED = [
     ("max_tokens", {"max_tokens": 5000}), ("max_tokens", {"max_tokens": "5"}), ("max_tokens", {"max_tokens": -1}),
     ("temperature", {"temperature": -0.1}), ("temperature", {"temperature": True}), ("top_p", {"top_p": 0}),
     ("top_k", {"top_k": 1.5}), ("seed", {"seed": 2**63}), ("n", {"n": 0}), ("n", {"n": 45}), ("stop.0", {"stop": [""]}),
-    ("stop", {"stop": ["a"] * 17}), ("logprobs", {"logprobs": 5}), ("logit_bias", {"logit_bias": {"5": 10}}),
-    ("presence_penalty", {"presence_penalty": 0.5}), ("echo", {"echo": True}), ("timeout", {"timeout": 0}),
+    ("stop", {"stop": ["a"] * 17}), ("logprobs", {"logprobs": 21}), ("logit_bias.x.[key]", {"logit_bias": {"x": 1}}),
+    ("logit_bias", {"logit_bias": {"999": 1}}), ("logit_bias.5", {"logit_bias": {"5": 101}}),
+    ("presence_penalty", {"presence_penalty": 2.5}), ("draft_length", {"draft_length": -1}),
+    ("response_format", {"response_format": {"type": "regex", "regex": "("}}),
+    ("response_format", {"response_format": {"type": "yaml"}}),
+    ("response_format.json_schema.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+    ("response_format", {"response_format": {"type": "json_object"}, "ignore_eos": True}), ("echo", {"echo": True}),
+    ("timeout", {"timeout": 0}),
     ("stream_options", {"stream_options": {"include_usage": True}}), ("mirostat", {"mirostat": 2}),
     ("prompt.1", {"prompt": [1, -1]}), ("prompt.1.0", {"prompt": [[1], [2**31]]}), ("prompt.1", {"prompt": ["a", 1]}),
     ("stream_options", {"stream_options": True}), ("stream_options.x", {"stream_options": {"x": 1}}),

@@ -14,8 +14,8 @@ LIMITS = {
     "thin core": 9340,
     "core": 11_078,
     "core files": 49,
-    "tests": 28_933,
-    "all": 68_435,
+    "tests": 29_009,
+    "all": 68_647,
 }  # current values, to be lowered
 
 
