@@ -116,6 +116,38 @@ def test_policy_never_sees_an_unsubmitted_token():
     assert seen == of_rows | {"slot", "entropy", "maximum", "drafting"}
 
 
+def test_policy_of_a_request_sees_only_its_own_row():
+    class Own(bass.DraftLengthPolicy):
+        def __init__(self, k, asks):
+            self.k, self.heard = k, []
+            self.keep_drafting = self.stop_at_two if asks else None
+
+        def start(self, view):
+            self.heard.append(view.ids.tolist())
+
+        def plan(self, view):
+            self.heard.append(view.ids.tolist())
+            return self.k
+
+        def stop_at_two(self, signals):
+            self.heard.append([row] * len(signals.entropy) if len(signals.drafting) == 1 else signals)
+            return torch.full((1,), signals.slot < 2)
+
+        def update(self, drafted, accepted):
+            assert len(drafted) == len(accepted) == 1 and int(drafted) <= (2 if self.keep_drafting else self.k)
+
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    with bass.Session(pair, draft_length=3, eos_token_id=()) as session:
+        session.submit(ragged_prompts(4)[0], max_new_tokens=12)
+        row, own = 7, Own(4, True)
+        session.submit(ragged_prompts(4)[0], max_new_tokens=12, draft_length=own, row=row)
+        session.submit(ragged_prompts(5)[0], max_new_tokens=12, draft_length=(late := Own(1, False)), row=9)
+        while not session.idle:
+            session.step()
+    assert {tuple(each) for each in own.heard} == {(7,)} and {tuple(each) for each in late.heard} == {(9,)}
+    assert session.trace.steps.groupby("row").drafted.max().to_dict() == {0: 3, 7: 2, 9: 1}
+
+
 class Policy(bass.DraftLengthPolicy):
     """overwrites: write into all received arrays and tensors."""
 
