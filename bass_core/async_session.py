@@ -45,18 +45,19 @@ class Job:
         self.requests, self.logprobs, self._session, self._notify = requests, logprobs, session, notify
         self.rows: dict[int, Request] = {}  # rows that have not ended; used by the thread
         self._updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
+        self._left: int = len(requests)  # rows whose end has not been yielded
 
     def cancel(self) -> None:
         """End the rows that have not ended yet, with reason "cancelled"."""
         self._session._put(self._session._cancel, self)
 
     async def __aiter__(self) -> AsyncIterator[Update]:
-        left = len(self.requests)
-        while left:
+        while self._left:
             update = await self._updates.get()
             if isinstance(update, BaseException):
+                self._left = 0
                 raise update
-            left -= update.result is not None
+            self._left -= update.result is not None
             yield update
 
     async def texts(self) -> AsyncIterator[tuple[int, str]]:
@@ -70,7 +71,11 @@ class Job:
 
     def _receive(self, update: Update | BaseException) -> None:
         self._updates.put_nowait(update)
-        self._notify(update)
+        try:
+            self._notify(update)
+        except Exception as error:  # the caller's fault, and other jobs wait
+            said = {"message": "an AsyncSession's notify failed", "exception": error}
+            self._session._loop.call_exception_handler(said)
 
 
 class AsyncSession:
@@ -168,6 +173,8 @@ class AsyncSession:
         notify: called in the event loop with each update, or the rows' error, even after `Job.cancel`.
         """
         self._check_loop()
+        if not requests:
+            raise ValueError("requests is empty; pass at least one prompt with arguments")
         if self.error is not None:
             raise RuntimeError(f"the session ended after {self.error!r}; make a new session") from self.error
         if self._closing:

@@ -74,9 +74,11 @@ class Options:
         check_sampling(self.generation_config, params)
         eos = eos_ids(config, self.eos_token_id, vocabulary)
         stop = stop_strings(self.stop, pair.tokenizer)
-        own = *processors_of(config, eos, pair), *self.processors
-        ends = dict.fromkeys(sorted(eos), "eos")
-        found = Resolved(vocabulary, config, params, Penalties(penalty), own, ends, stop)
+        ends, asked = dict.fromkeys(sorted(eos), "eos"), processors_of(config, eos, pair)
+        # transformers applies this option before the repetition penalty
+        before = asked.pop("sequence_bias", ())
+        own = *(each for group in asked.values() for each in group), *self.processors
+        found = Resolved(vocabulary, config, params, before, Penalties(penalty), own, ends, stop)
         return found._replace(begun=found.processors(pair))
 
 
@@ -86,12 +88,13 @@ def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Resolved(NamedTuple):
-    """`Options` for a pair. penalty: the repetition penalty. own: further processors. ends: ids that end a row, and the
-    finish reasons. begun: the processors of a request without options of its own."""
+    """`Options` for a pair. before, penalty, own: processors in order. begun: those of a request without options of its
+    own. ends: ids that end a row, and the finish reasons."""
 
     vocabulary: int
     config: GenerationConfig
     params: SamplingParams
+    before: Sequence[Processor]
     penalty: Penalties
     own: tuple[Processor, ...]
     ends: Mapping[int, str]
@@ -102,15 +105,15 @@ class Resolved(NamedTuple):
         self,
         pair: ModelPair,
         prompt: Sequence[int] | Tensor = (),
-        ends: Iterable[int] | None = None,
+        ends: Mapping[int, str] | None = None,
         penalty: float | None = None,
         further: Iterable[Processor | LogitsProcessor] = (),
     ) -> tuple[Processor, ...]:
         """Return the processors of a request. ends: ids that end the row. penalty: its repetition penalty. None is the
         session's. further: its own processors. Raises TypeError or ValueError for wrong processors."""
-        row = Row(len(prompt), frozenset(self.ends if ends is None else ends), self.vocabulary, pair.tokenizer)
+        row = Row(len(prompt), self.ends if ends is None else ends, self.vocabulary, pair.tokenizer)
         first = self.penalty if penalty is None else Penalties(penalty)
-        every = *((first,) if first != Penalties() else ()), *self.own, *as_processors(further)
+        every = *self.before, *((first,) if first != Penalties() else ()), *self.own, *as_processors(further)
         found = tuple(each.begin(row) for each in every)
         return self.begun if found == self.begun else found  # captured steps read the memory of the session's objects
 
@@ -174,23 +177,20 @@ def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> No
 def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
     """Return the ids suppressed in the whole text, and the ids suppressed as the first token. ends: EOS ids, which are
     never suppressed as bad words, as in transformers."""
-    bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
+    bad = {word[0] for word in config.bad_words_ids or () if len(word) == 1}.difference(ends)
     never = bad.union(config.suppress_tokens or ())
     first = set(config.begin_suppress_tokens or ())
     return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
 
 
-def processors_of(config: GenerationConfig, ends: Iterable[int], pair: ModelPair) -> list[Processor]:
-    """Return the processors of a generation_config, without the repetition penalty."""
-    found, asked, eos = [], dict(asked_for(config, PROCESSORS)), torch.tensor(sorted(ends), device=pair.device)
+def processors_of(config: GenerationConfig, ends: Iterable[int], pair: ModelPair) -> dict[str, list[Processor]]:
+    """Return the processors of a generation_config by option, without the repetition penalty."""
+    eos = torch.tensor(sorted(ends), device=pair.device)
+    found = {name: [*as_processors([PROCESSORS[name](value, eos)])] for name, value in asked_for(config, PROCESSORS)}
+    if all(len(word) == 1 for word in config.bad_words_ids or ()):
+        found.pop("bad_words_ids", None)  # a vectorized processor suppresses single ids
     never, not_first = suppressed(config, ends, pair.target.config.get_text_config().vocab_size)
-    for name, value in asked.items():
-        if name != "bad_words_ids" or any(len(word) > 1 for word in value):
-            found.append(as_processors([PROCESSORS[name](value, eos)])[0])
-    if never:
-        found.append(suppressing(never))
-    if not_first:
-        found.append(suppressing(not_first, until=1))
+    found["suppressed"] = [suppressing(ids, until) for ids, until in ((never, None), (not_first, 1)) if ids]
     return found
 
 

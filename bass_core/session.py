@@ -365,10 +365,10 @@ class Session:
             role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
             foreign = "" if isinstance(model, PreTrainedModel) else "(or ids outside the target's vocabulary) "
             row = self.rows.live[context.batch_slots[index]]
-            dead = "(or no token is possible after the row's processors) " if row.processors else ""
+            dead = "no token is possible after the row's processors, or " if row.processors else ""
             self._take_back()
             raise FloatingPointError(
-                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}{dead}"
+                f"{dead}{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"
                 f"for row {row.row} at step {self._step}; no token of this step was committed. "
                 "Use on_row_error='finish' to end only the affected rows"
             )

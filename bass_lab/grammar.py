@@ -53,24 +53,16 @@ class Grammar(Processor):
         return cls(_llguidance().LLMatcher.grammar_from_lark(rules))
 
     def begin(self, row: Row) -> Processor:
-        """Return the grammar with a state. Raises ValueError for a wrong grammar, and without tokenizer or EOS id."""
-        if row.tokenizer is None or not row.ends:
+        """Return the grammar with a state. Raises ValueError for a wrong grammar, for a grammar without texts, and
+        without tokenizer or EOS id."""
+        eos = tuple(sorted(each for each, reason in row.ends.items() if reason == "eos"))
+        if row.tokenizer is None or not eos:
             missing = "a tokenizer" if row.tokenizer is None else "an EOS id, but the row has none or ignores it"
             raise ValueError(f"a grammar needs {missing}")
         known = _tokenizers.setdefault(row.tokenizer, {})
-        if (key := (row.vocabulary, *sorted(row.ends))) not in known:
-            made = _llguidance().hf.from_tokenizer(row.tokenizer, n_vocab=row.vocabulary, eos_token=[*key[1:]])
-            known[key] = made
-        return _OfRow(_compiled(self.source, known[key]).deep_copy(), -(-row.vocabulary // 32))
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str, tokenizer: Any) -> Any:
-    """Return a matcher for the grammar. Large grammars take up to a second."""
-    matcher = _llguidance().LLMatcher(tokenizer, source, log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"the grammar is not valid: {matcher.get_error().strip()[:300]}")
-    return matcher
+        if (key := (row.vocabulary, eos)) not in known:
+            known[key] = _llguidance().hf.from_tokenizer(row.tokenizer, n_vocab=row.vocabulary, eos_token=[*eos])
+        return _OfRow(self.source, known[key])
 
 
 class _OfRow(Processor):
@@ -78,30 +70,47 @@ class _OfRow(Processor):
 
     fixed = False
 
-    def __init__(self, matcher: Any, words: int):
-        self.matcher, self.words = matcher, words
-        self.consumed: list[int] = []  # the ids before the state
+    def __init__(self, source: str, tokenizer: Any):
+        self.source, self.tokenizer, self.words = source, tokenizer, -(-tokenizer.vocab_size // 32)
+        self.ends = frozenset(tokenizer.eos_tokens)
+        self.consumed: list[int] | None = None  # the ids before the state; None if the state is unknown
+        if not self._mask([]).any():
+            raise ValueError(f"the grammar is not valid, or has no texts: {self.matcher.get_error().strip()[:300]}")
 
     def __call__(self, logits: Tensor, text: Text) -> Tensor:
         (prefixes,), (prompt,) = text.prefixes(logits.shape[1]), text.prompts.tolist()
-        masks = torch.full((len(prefixes), self.words), -1, dtype=torch.int32, device="cpu")
-        for mask, prefix in zip(masks, prefixes, strict=True):
-            if self._go_to(prefix[prompt:]):
-                self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-            elif self.matcher.is_error():  # beyond the library's limits
-                mask.zero_()
-        bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32)) & 1  # [J, words, 32]
-        allowed = bits.flatten(1)[:, : logits.shape[-1]].bool().to(logits.device)
+        masks: list[Tensor] = []  # int32 [words] each: the ids that may follow, as bits
+        for prefix in prefixes:
+            ids = prefix[prompt:]
+            follows = self.ends.isdisjoint(ids) and (not masks or bool(masks[-1][ids[-1] // 32] >> ids[-1] % 32 & 1))
+            # No decision depends on positions after an impossible draft token, or after the end of the text.
+            masks.append(self._mask(ids) if follows else torch.full((self.words,), -1, dtype=torch.int32, device="cpu"))
+        bits = (torch.stack(masks)[..., None] >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1
+        allowed = bits.flatten(1)[:, : logits.shape[-1]].bool().to(logits.device)  # [J, V]
         return logits.masked_fill(~allowed, -torch.inf)
 
+    def _mask(self, ids: list[int]) -> Tensor:
+        """Return the ids that may follow a text of the grammar, as bits: int32 [words]. Beyond the library's limits, no
+        id may follow."""
+        mask = torch.zeros(self.words, dtype=torch.int32, device="cpu")
+        if self._go_to(ids) or self._go_to(ids):
+            self.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        if self.matcher.is_error():  # final for this matcher
+            self.consumed = None
+            mask.zero_()
+        return mask
+
     def _go_to(self, ids: list[int]) -> bool:
-        """Move the state behind these ids. Return False if they contain an impossible draft token or follow the end of
-        the text. Such a position is never used, and all ids stay possible."""
-        common = min(len(ids), len(self.consumed))
-        while ids[:common] != self.consumed[:common]:
+        """Move the state behind these ids. Return False if the matcher refuses them: near the limits, its state can be
+        wrong after a rollback, and the next call begins anew."""
+        consumed, self.consumed = self.consumed, None  # unknown if an interrupt comes between
+        if consumed is None:
+            self.matcher, consumed = _llguidance().LLMatcher(self.tokenizer, self.source, log_level=0), []
+        common = min(len(ids), len(consumed))
+        while ids[:common] != consumed[:common]:
             common -= 1
-        if back := len(self.consumed) - common:
+        if back := len(consumed) - common:
             self.matcher.rollback(back)
-        taken = self.matcher.try_consume_tokens(ids[common:])
-        self.consumed = ids[: common + taken]
-        return len(self.consumed) == len(ids)
+        taken = self.matcher.try_consume_tokens(ids[common:]) == len(ids) - common
+        self.consumed = ids if taken else None
+        return taken

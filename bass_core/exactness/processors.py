@@ -26,6 +26,7 @@ BY_BATCH = (
     "AlternatingCodebooks", "ClassifierFree", "Dia", "Encoder", "HammingDiversity", "PrefixConstrained", "SynthID",
     "UnbatchedClassifierFree", "WhisperNoSpeech",
 )  # fmt: skip
+LARGEST = 1e30  # of a penalty or bias; sums stay within float32
 
 
 class Text(NamedTuple):
@@ -67,10 +68,11 @@ class Text(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The request that `Processor.begin` receives. prompt: number of tokens. ends: ids that end the row."""
+    """The request that `Processor.begin` receives. prompt: number of tokens. ends: ids that end the row, and the finish
+    reasons."""
 
     prompt: int
-    ends: frozenset[int]
+    ends: Mapping[int, str]
     vocabulary: int
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -98,16 +100,18 @@ class Processor:
 class Penalties(Processor):
     """Penalties for repeated ids. repetition > 1 lowers the logits of all ids in prompt and text (Keskar et al. 2019).
     presence and frequency are subtracted from the logits of the ids in the text without the prompt, once and per
-    occurrence. Raises ValueError for a repetition penalty <= 0 and for infinite values."""
+    occurrence. Raises TypeError or ValueError for other values than numbers in range."""
 
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
 
     def __post_init__(self):
-        require_number("repetition_penalty", self.repetition, lambda penalty: penalty > 0, "> 0 (1 = off)")
+        accepted = f"> 0 (1 = off), and from {1 / LARGEST} to {LARGEST}"
+        require_number("repetition_penalty", self.repetition, lambda by: 1 / LARGEST <= by <= LARGEST, accepted)
         for name in ("presence", "frequency"):
-            require_number(f"{name}_penalty", getattr(self, name), lambda penalty: True, "a finite number (0 = off)")
+            accepted = f"from {-LARGEST} to {LARGEST} (0 = off)"
+            require_number(f"{name}_penalty", getattr(self, name), lambda by: abs(by) <= LARGEST, accepted)
 
     def __call__(self, logits: Tensor, text: Text) -> Tensor:
         if self.repetition != 1:
@@ -122,12 +126,15 @@ class Penalties(Processor):
 
 class Bias(Processor):
     """Adds values to the logits of ids; -inf suppresses an id. until: only the text's first tokens are changed. Raises
-    ValueError for NaN, +inf, and ids outside the vocabulary."""
+    TypeError or ValueError for other values, and ValueError for ids outside the vocabulary."""
 
     def __init__(self, values: Mapping[int, float], until: int | None = None):
         for each, value in values.items():
-            if isinstance(each, bool) or not isinstance(each, int) or not float(value) < math.inf:
-                raise ValueError(f"a bias maps token ids to finite numbers or -inf, got {each!r}: {value!r}")
+            integer("a token id of a bias", each)
+            if value != -math.inf:
+                require_number(
+                    f"the bias of id {each}", value, lambda by: abs(by) <= LARGEST, f"-inf or within ±{LARGEST}"
+                )
         self.values, self.until = tuple(sorted(values.items())), until
         self._added: dict[tuple, Tensor] = {}  # kept, since a captured CUDA graph reads this memory
 
@@ -138,7 +145,7 @@ class Bias(Processor):
         return hash((self.values, self.until))
 
     def begin(self, row: Row) -> Processor:
-        if wrong := [each for each, _ in self.values if not 0 <= each < row.vocabulary]:
+        if wrong := [each for each, _ in self.values if each >= row.vocabulary]:
             raise ValueError(
                 f"a bias has the token id {wrong[0]}, outside the target's vocabulary (0 … {row.vocabulary - 1})"
             )
@@ -225,6 +232,8 @@ def as_processors(given: Iterable[Processor | LogitsProcessor]) -> tuple[Process
             raise TypeError(
                 f"processors must be a list of bass.Processor or transformers.LogitsProcessor objects, got {each!r}"
             )
+        if type(each).__hash__ is None:
+            raise TypeError(f"a processor must be hashable, got {each!r}; write @dataclass(frozen=True)")
         found.append(each if isinstance(each, Processor) else OwnRow(each))
     return tuple(found)
 

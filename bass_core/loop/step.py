@@ -102,20 +102,23 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
         return StepReport(
             kernel_ops.commit(logits, *drafted, *memory, chances, params.temperature, options.all_or_none)
         )
+    lengths = draft.lengths
     processed, possible = context._replace(drafted=draft.tokens).processed(logits)  # [B, K + 1, V], [B, K + 1]
+    if possible is not None:  # nothing follows a position without a possible id
+        lengths = torch.minimum(lengths, verification.leading(possible))
     if params.greedy:
         choices = processed.argmax(-1)  # [B, K + 1]
-        outcome = verification.matching(draft.tokens, draft.lengths, choices)
+        outcome = verification.matching(draft.tokens, lengths, choices)
         p = sampling.probabilities(processed, SamplingParams(1.0)) if options.wants_p else None
     else:
         p = sampling.probabilities(processed, params)  # [B, K + 1, V]
         if options.rule == "coupled":
             choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])  # [B, K + 1]
-            outcome = verification.matching(draft.tokens, draft.lengths, choices)
+            outcome = verification.matching(draft.tokens, lengths, choices)
         else:
             rule, q = verification.RULES[options.rule], draft.distributions(p.shape[-1])  # q [B, K, V]
-            outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
-    verified = verification.verified(outcome, draft.tokens, draft.lengths, logits)  # tokens, logprobs [B, K + 1]
+            outcome = rule(draft.tokens, lengths, q, p, context.keys)
+    verified = verification.verified(outcome, draft.tokens, lengths, logits)  # tokens, logprobs [B, K + 1]
     if possible is not None:
         chosen = possible.gather(1, verified.accepted[:, None])[:, 0]
         verified = verified._replace(finite=verified.finite & chosen)

@@ -83,7 +83,7 @@ class FixedLength(DraftLengthPolicy):
     k: int
 
     def __post_init__(self):
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or not 0 <= self.k < 2**31:
             raise ValueError(f"draft_length must be an integer >= 0 (0 = regular decoding), got {self.k!r}")
 
     def plan(self, rows: RowsView) -> int:

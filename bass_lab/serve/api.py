@@ -134,20 +134,20 @@ class Service:
         return ids, limits
 
     def _processors(self, body: Sampled) -> list[Processor]:
-        """Return the processors of a request. Raises Refused for a wrong one. Compiles grammars, which takes time."""
+        """Return the processors of a request. Raises Refused for a wrong one. Compiles a grammar as a check."""
         made: dict[str, Callable[[], Processor | None]] = {
             "presence_penalty": lambda: Penalties(1.0, body.presence_penalty, body.frequency_penalty),
             "logit_bias": lambda: Bias({int(each): value for each, value in (body.logit_bias or {}).items()}),
             "min_tokens": lambda: MinTokens(body.min_tokens),
             "response_format": lambda: body.response_format and body.response_format.grammar(),
         }
-        asked, stops = self.engine.session.asked, body.stop_token_ids or ()
-        ends = {*(() if body.ignore_eos else asked.ends), *stops}
-        found = []
+        asked, found = self.engine.session.asked, []
+        ends = ({} if body.ignore_eos else asked.ends) | dict.fromkeys(body.stop_token_ids or (), "stop")
         for name, make in made.items():
             try:
                 if getattr(body, name) or (name == "presence_penalty" and body.frequency_penalty):
-                    asked.processors(self.pair, (), ends, None, own := [one for one in [make()] if one is not None])
+                    own = [each for each in [make()] if each is not None]
+                    asked.processors(self.pair, (), ends, None, own)
                     found += own
             except (ValueError, ImportError) as error:
                 raise Refused(400, f"{name}: {line(str(error))}", name) from error

@@ -8,6 +8,7 @@ bounds its time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,8 @@ MOST_STOPS = 16
 MOST_LIKELY = 20
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+LONGEST_GRAMMAR = 2**16  # characters; compiling takes time and memory
+Source = Annotated[str, StringConstraints(max_length=LONGEST_GRAMMAR)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -94,13 +97,15 @@ class SchemaFormat(_Body):
     json_schema: Schema
 
     def grammar(self) -> Grammar:
-        """Return the grammar of JSON by the schema."""
+        """Return the grammar of JSON by the schema. Raises ValueError for a long schema."""
+        if len(json.dumps(self.json_schema.schema_)) > LONGEST_GRAMMAR:
+            raise ValueError(f"the schema has more than {LONGEST_GRAMMAR} characters")
         return Grammar.json(self.json_schema.schema_)
 
 
 class RegexFormat(_Body):
     type: Literal["regex"]
-    regex: str
+    regex: Source
 
     def grammar(self) -> Grammar:
         """Return the grammar of the texts that the expression matches."""
@@ -109,7 +114,7 @@ class RegexFormat(_Body):
 
 class LarkFormat(_Body):
     type: Literal["lark"]
-    lark: str
+    lark: Source
 
     def grammar(self) -> Grammar:
         """Return the grammar of the rules."""
@@ -149,7 +154,7 @@ class Sampled(_Body):
     metadata: dict[str, str] | None = unused("strings by name,")
     presence_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
-    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Bias] | None = Field(
+    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9]\d{0,8})$")], Bias] | None = Field(
         None, max_length=1024, description="up to 1024 numbers from -100 to 100, by token id"
     )
     min_tokens: int | None = Field(0, ge=0, lt=2**31, description="an integer >= 0, the tokens before an end")

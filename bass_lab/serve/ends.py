@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from bass_core.async_session import AsyncSession, Job, Update
 from bass_core.environment import is_full
 from bass_core.session import Result
+from bass_lab.serve.bodies import Sampled
 from bass_lab.serve.gate import Refused, line
 
 STOPPED = "the engine has stopped, and this server is shutting down"
@@ -67,6 +69,9 @@ async def updates(engine: AsyncSession, job: Job) -> AsyncIterator[Update]:
         async for update in job:
             if update.result is not None and update.result.finish_reason == "error":
                 said = f"a model gave NaN or infinite logits for choice {update.index}"
+                if update.handle.processors:
+                    said = f"no token is possible after the processors of choice {update.index}, or {said}"
+                    raise Refused(400, said, code="no_token")
                 raise Refused(500, said, code="bad_logits")
             yield update
     except Refused:
@@ -77,4 +82,8 @@ async def updates(engine: AsyncSession, job: Job) -> AsyncIterator[Update]:
         if is_full(error):
             said = f"{line(str(error).partition('. Lower')[0])}. Request fewer tokens (max_tokens)"
             raise Refused(507, said, code="out_of_memory") from error
-        raise Refused(400, line(str(error))) from error
+        said = line(str(error))
+        field = re.match(r"\w*", said)[0]  # such as "draft_length=5 needs a drafter"
+        if field in Sampled.model_fields:
+            raise Refused(400, f"{field}: {said}", field) from error
+        raise Refused(400, said) from error

@@ -138,6 +138,31 @@ def test_invalid_request_fails_alone():
     assert in_session(program) == texts_alone(TEXTS[:1])[0]
 
 
+def test_job_may_be_read_in_parts_and_notify_may_fail():
+    async def program(session):
+        def notify(update):
+            raise ValueError("a fault of the caller")
+
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: heard.append(context["exception"]))
+        heard, texts = [], {}
+        job = session.start(
+            [(text, {"max_new_tokens": new}) for text, new in zip(TEXTS, (1, 9, 9), strict=True)], notify=notify
+        )
+        other = asyncio.create_task(session.generate(TEXTS[0], max_new_tokens=NEW))
+        for _ in range(50):
+            async for index, piece in job.texts():
+                texts[index] = texts.get(index, "") + piece
+                break
+        async for update in job:
+            assert update.handle.max_new_tokens in (1, 9)
+        assert [update async for update in job] == [] and all(isinstance(each, ValueError) for each in heard) and heard
+        with pytest.raises(ValueError, match="requests is empty"):
+            session.start([])
+        return (await other).text
+
+    assert in_session(program) == texts_alone(TEXTS[:1])[0]
+
+
 def test_close_ends_running_and_waiting_rows():
     async def program(session):
         running = [asyncio.create_task(session.generate(text, max_new_tokens=1500)) for text in TEXTS]

@@ -1,8 +1,12 @@
 """Processors: the distribution by enumeration, built-in processors against plain formulas, grammars, and refusals."""
 
+import itertools
 import json
 import random
+import re
+import sys
 from collections import Counter
+from dataclasses import dataclass
 
 import llguidance
 import llguidance.hf
@@ -16,7 +20,7 @@ from transformers import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsP
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.exactness.processors import Processing, Text
+from bass_core.exactness.processors import Processing, Row, Text
 from bass_lab.checks.enumeration import EXACT, PROMPT, exact_law, law_of_engine
 from bass_lab.checks.oracle import Oracle
 from bass_lab.checks.tabular import tabular, total_variation
@@ -180,11 +184,86 @@ def test_rows_with_grammars_share_steps_with_other_rows(monkeypatch, compile):
                 assert session.result(handle).sequence.tolist() == text
 
 
+class Always(bass.Drafter):
+    """Drafts the same ids in every step."""
+
+    def __init__(self, ids):
+        self.ids = torch.tensor(ids)
+
+    def draft(self, context, lengths, policy):
+        counts = np.minimum(lengths, len(self.ids))
+        return bass.Draft.of(self.ids[: counts.max()].expand(len(lengths), -1), counts)
+
+
+# After x, the grammar is beyond the library's limits.
+LIMITED = lab.Grammar.lark('start: /[a-z]/ ("y" /[a-z]{9}/ | "x" /(ab){500000}/)')
+Y, X, A = (TOKENIZER(each)["input_ids"][0] for each in "yxa")
+
+
+def test_limits_of_a_grammar_end_only_the_row_that_reaches_them():
+    """Neither a draft that is rejected nor another row with the same grammar ends a row."""
+    for drafts, k in (([X], 0), ([X, A], 1), ([X, A], 2), ([Y, X, A, A], 4)):
+        pair = bass.ModelPair(TARGET, Always(drafts), TOKENIZER)
+        with bass.Session(pair, draft_length=k, on_row_error="finish", max_batch_size=3, **END) as session:
+            options = {"max_new_tokens": 14, "temperature": 1.0, "seed": 1, "sample": 0}
+            rows = [
+                session.submit(PROMPTS[1], processors=[bass.Bias({each: 500.0}), LIMITED], **options)
+                for each in (Y, X, Y)
+            ]
+            run_to_the_end(session)
+            found = [(row.finish_reason, session.result(row).text) for row in rows]
+        assert found[0] == found[2] == ("eos", "y" * 11)
+        assert found[1][0] in ("error", "length") and re.fullmatch("xx(ab)*a?", found[1][1])
+
+
+@pytest.mark.parametrize("draft", [TARGET, Always(TOKENIZER("ab zz")["input_ids"])])
+def test_text_ends_at_a_position_without_a_possible_token(draft):
+    """The grammar allows only the end after `ab`, which is forbidden there."""
+    pair = bass.ModelPair(TARGET, draft, TOKENIZER)
+    for k, rule in itertools.product((0, 1, 2, 5), ("token", "block", "coupled")):
+        processors = [lab.Grammar.regex("ab"), bass.MinTokens(8)]
+        options = {"verification": rule, "draft_length": k, "on_row_error": "finish", "temperature": 0.7, **END}
+        out = bass.generate(pair, PROMPTS[:2], max_new_tokens=12, processors=processors, **options)
+        assert out.finish_reasons == ["error", "error"] and all("ab".startswith(text) for text in out.texts)
+
+
+def test_interrupted_grammar_keeps_its_text():
+    """An interrupt comes after any line that moves a grammar's state. The repeated step gives the same text."""
+    pair = bass.ModelPair(TARGET, Always(TOKENIZER("1+(1+(1")["input_ids"]), TOKENIZER)
+    grammar = lab.Grammar.lark('start: "(" sum ")" \n sum: part ("+" part)* \n part: /[0-9]/ | "(" sum ")"')
+    options = {"max_new_tokens": 24, "processors": [grammar], "seed": 3, "sample": 0, "temperature": 2.0}
+    code = type(grammar.begin(Row(1, {2: "eos"}, len(TOKENIZER), TOKENIZER)))._go_to.__code__
+    texts, raised = set(), []
+    for at in (None, *range(60, 460, 5)):
+        lines = itertools.count()
+
+        def trace(frame, event, argument, at=at, lines=lines):
+            if frame.f_code is code and event in ("line", "return") and next(lines) == at:
+                raised.append(frame.f_lineno)
+                raise KeyboardInterrupt
+            return trace if frame.f_code is code else None
+
+        with bass.Session(pair, draft_length=4, verification="coupled", **END) as session:
+            row = session.submit(PROMPTS[0], **options)
+            while not session.idle:
+                sys.settrace(trace)
+                try:
+                    session.step()
+                except KeyboardInterrupt:
+                    pass
+                finally:
+                    sys.settrace(None)
+            texts.add(session.result(row).text)
+    assert len(texts) == 1 and len(set(raised)) > 5
+
+
 def test_grammars_that_do_not_fit_are_refused():
     pair, one = bass.ModelPair(TARGET, DRAFT, TOKENIZER), {"max_new_tokens": 4}
     for processor, error in (
-        (lab.Grammar.json({"type": "nothing"}), "the grammar is not valid: .*nothing"),
-        (lab.Grammar.lark("begin: /a/"), "the grammar is not valid: .*start"),
+        (lab.Grammar.json({"type": "nothing"}), "the grammar is not valid, .*nothing"),
+        (lab.Grammar.lark("begin: /a/"), "the grammar is not valid, .*start"),
+        (lab.Grammar.json({"$ref": "#"}), "or has no texts"),
+        (lab.Grammar.regex(r"a+[^\s\S]"), "or has no texts"),
     ):
         with pytest.raises(ValueError, match=error):
             bass.generate(pair, "a", processors=[processor], **one, **END)
@@ -198,6 +277,11 @@ def test_grammars_that_do_not_fit_are_refused():
 # --- requests -------------------------------------------------------------------------------------
 
 
+@dataclass
+class Unhashable(bass.Processor):
+    value: int = 1
+
+
 def test_wrong_processors_are_refused():
     pair = bass.ModelPair(TARGET, DRAFT)
     guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, TARGET)
@@ -206,16 +290,22 @@ def test_wrong_processors_are_refused():
         ([lambda ids, scores: scores], TypeError, "processors must be a list of bass.Processor or transformers"),
         ([guidance], ValueError, "UnbatchedClassifierFreeGuidance.* depends on the batch or keeps state"),
         ([bass.Bias({10**6: 1.0})], ValueError, "token id 1000000, outside the target's vocabulary"),
+        ([Unhashable()], TypeError, "must be hashable, got .*frozen=True"),
     ):
         with pytest.raises(kind, match=error):
             bass.generate(pair, PROMPTS, max_new_tokens=4, processors=processors)
     for make, error in (
-        (lambda: bass.Bias({1: np.inf}), "finite numbers or -inf, got 1: inf"),
+        *(
+            (lambda value=value: bass.Bias({1: value}), "the bias of id 1 must be")
+            for value in (np.inf, 1e31, 10**40, "2")
+        ),
+        (lambda: bass.Bias({-1: 1.0}), "a token id of a bias must be >= 0"),
         (lambda: bass.Penalties(repetition=0.0), "repetition_penalty must be > 0"),
-        (lambda: bass.Penalties(presence=np.nan), "presence_penalty must be a finite number"),
+        *((lambda value=value: bass.Penalties(presence=value), "presence_penalty must be") for value in (np.nan, 1e39)),
         (lambda: bass.MinTokens(-1), "MinTokens must be >= 0"),
+        (lambda: bass.FixedLength(10**30), "draft_length must be an integer"),
     ):
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises((TypeError, ValueError), match=error):
             make()
 
 
@@ -226,7 +316,7 @@ def test_row_without_a_possible_token_fails_alone():
         rows = [session.submit(PROMPTS[1], max_new_tokens=6, processors=own) for own in ([], [nothing])]
         run_to_the_end(session)
         assert [session.result(row).finish_reason for row in rows] == ["length", "error"]
-    with pytest.raises(FloatingPointError, match="or no token is possible after the row's processors"):
+    with pytest.raises(FloatingPointError, match="no token is possible after the row's processors, or target model"):
         bass.generate(pair, PROMPTS, max_new_tokens=6, processors=[nothing], **options)
 
 

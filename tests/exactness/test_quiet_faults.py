@@ -67,6 +67,29 @@ def test_suppressed_ids_are_never_chosen(option):
     assert overridden.sequences[0].tolist() == common
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words_ids": [[29, 80], [3, 4, 5], [7]]},
+        {"sequence_bias": [[[each], 4.0] for each in range(9)] + [[[3, 4], -2.0]], "repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(20))},
+        {"min_length": 20, "eos_token_id": list(range(30))},
+        {"min_new_tokens": 9, "eos_token_id": list(range(30))},
+    ],
+    ids=",".join,
+)
+def test_options_of_the_model_are_those_of_transformers(options):
+    pair = own_pair()
+    pair.target.generation_config.update(**options)
+    common = greedy_alone(tiny_model(dtype="float64"), PROMPTS[0], 12).tolist()
+    if "bad_words_ids" in options:
+        pair.target.generation_config.bad_words_ids += [common[2:4], common[5:8]]
+    for prompt in PROMPTS:
+        expected = pair.target.generate(prompt[None], max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+        for k in (0, 3):
+            assert bass.generate(pair, prompt, max_new_tokens=12, draft_length=k).sequences[0].tolist() == expected
+
+
 def test_repetition_penalty_of_the_model_is_honoured_and_overridden():
     pair, prompt = own_pair(repetition_penalty=1.7), PROMPTS[1]
     alone = pair.target.generate(prompt[None], max_new_tokens=16, do_sample=False)[0, len(prompt) :]

@@ -267,6 +267,13 @@ def test_fields_of_a_request_change_only_that_request(client):
         assert "draft_length" not in fields or found.bass["drafted"] == 0
 
 
+def test_processors_without_a_possible_token_are_the_requests_fault(server):
+    asked = {"response_format": {"type": "regex", "regex": "ab"}, "min_tokens": 8, "max_tokens": 12}
+    for draft_length in (0, 3):
+        answer = post(server, prompt=PROMPT, draft_length=draft_length, **asked)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_token"
+
+
 def test_log_probabilities_end_where_the_text_ends(client):
     whole = complete(client, temperature=0, max_tokens=40, logprobs=0).choices[0]
     stop = whole.text[6:9]
@@ -339,7 +346,10 @@ REFUSED = [
     ("logit_bias", {"logit_bias": {"999": 1}}), ("logit_bias.5", {"logit_bias": {"5": 101}}),
     ("presence_penalty", {"presence_penalty": 2.5}), ("draft_length", {"draft_length": -1}),
     ("response_format", {"response_format": {"type": "regex", "regex": "("}}),
-    ("response_format", {"response_format": {"type": "yaml"}}),
+    ("response_format", {"response_format": {"type": "yaml"}}), ("stop_token_ids", {"stop_token_ids": [999]}),
+    ("logit_bias.03.[key]", {"logit_bias": {"3": 1, "03": 2}}),
+    ("response_format", {"response_format": FORMAT | {"json_schema": {"schema": {"title": "x" * 70_000}}}}),
+    ("response_format.regex.regex", {"response_format": {"type": "regex", "regex": "ab" * 40_000}}),
     ("response_format.json_schema.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {}}}),
     ("response_format", {"response_format": {"type": "json_object"}, "ignore_eos": True}), ("echo", {"echo": True}),
     ("timeout", {"timeout": 0}),
