@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bass_core import options
 from bass_core.async_session import AsyncSession, Job
-from bass_core.exactness.processors import Bias, MinTokens, Penalties, Processor
+from bass_core.exactness.processors import Processor
 from bass_core.loading.model_pair import ModelPair
 from bass_core.prompts import check_context, token_ids
 from bass_lab.serve.answers import Answer
@@ -135,20 +135,13 @@ class Service:
 
     def _processors(self, body: Sampled) -> list[Processor]:
         """Return the processors of a request. Raises Refused for a wrong one. Compiles a grammar as a check."""
-        made: dict[str, Callable[[], Processor | None]] = {
-            "presence_penalty": lambda: Penalties(1.0, body.presence_penalty, body.frequency_penalty),
-            "logit_bias": lambda: Bias({int(each): value for each, value in (body.logit_bias or {}).items()}),
-            "min_tokens": lambda: MinTokens(body.min_tokens),
-            "response_format": lambda: body.response_format and body.response_format.grammar(),
-        }
         asked, found = self.engine.session.asked, []
         ends = ({} if body.ignore_eos else asked.ends) | dict.fromkeys(body.stop_token_ids or (), "stop")
-        for name, make in made.items():
+        for name, make in body.processors.items():
             try:
-                if getattr(body, name) or (name == "presence_penalty" and body.frequency_penalty):
-                    own = [each for each in [make()] if each is not None]
-                    asked.processors(self.pair, (), ends, None, own)
-                    found += own
+                own = [each for each in [make()] if each is not None]
+                asked.processors(self.pair, (), ends, None, own)
+                found += own
             except (ValueError, ImportError) as error:
                 raise Refused(400, f"{name}: {line(str(error))}", name) from error
         return found

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
+from bass_core.exactness.processors import Bias, MinTokens, Penalties, Processor
 from bass_lab.grammar import Grammar
 
 MOST_STOPS = 16
@@ -22,7 +23,7 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 LONGEST_GRAMMAR = 2**16  # characters; compiling takes time and memory
 Source = Annotated[str, StringConstraints(max_length=LONGEST_GRAMMAR)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasValue = Annotated[float, Field(ge=-100, le=100)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 TAGS = ("<str>", "<int>", "<list>")  # tags of union branches, which pydantic adds to an error's location
@@ -154,7 +155,7 @@ class Sampled(_Body):
     metadata: dict[str, str] | None = unused("strings by name,")
     presence_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float | None = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
-    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9]\d{0,8})$")], Bias] | None = Field(
+    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9]\d{0,8})$")], BiasValue] | None = Field(
         None, max_length=1024, description="up to 1024 numbers from -100 to 100, by token id"
     )
     min_tokens: int | None = Field(0, ge=0, lt=2**31, description="an integer >= 0, the tokens before an end")
@@ -169,6 +170,20 @@ class Sampled(_Body):
         description='{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, '
         '{"type": "regex", "regex": …} or {"type": "lark", "lark": …}',
     )
+
+    @property
+    def processors(self) -> dict[str, Callable[[], Processor | None]]:
+        """By field: functions that make the processors of the given fields. Some raise ValueError."""
+        made: dict[str, Callable[[], Processor | None]] = {
+            "presence_penalty": lambda: Penalties(1.0, self.presence_penalty, self.frequency_penalty),
+            "logit_bias": lambda: Bias({int(each): value for each, value in self.logit_bias.items()}),
+            "min_tokens": lambda: MinTokens(self.min_tokens),
+            "response_format": lambda: self.response_format.grammar(),
+        }
+        given = {name for name in made if getattr(self, name)} | (
+            {"presence_penalty"} if self.frequency_penalty else set()
+        )
+        return {name: make for name, make in made.items() if name in given}
 
 
 class CompletionBody(Sampled):

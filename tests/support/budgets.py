@@ -15,7 +15,7 @@ LIMITS = {
     "core": 11_097,
     "core files": 49,
     "tests": 29_189,
-    "all": 68_869,
+    "all": 68_877,
 }  # current values, to be lowered
 
 
