@@ -83,7 +83,7 @@ import functools
 from bass_lab.checks import drafter_checks
 from bass_lab.pair import alignment
 from bass_lab.texts import corpus
-drafter_checks.WAYS = [(*drafter_checks.WAYS[1][:2], 3)]
+drafter_checks.WAYS = [(*drafter_checks.WAYS[1][:3], 3)]
 drafter_checks.NEW, drafter_checks.ROWS, alignment.BATCH = 3, 3, 1
 corpus.library_functions = functools.partial(corpus.library_functions, held_out=True)
 """,
