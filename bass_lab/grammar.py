@@ -78,11 +78,10 @@ class _OfRow(Processor):
             raise ValueError(f"the grammar is not valid, or has no texts: {self.matcher.get_error().strip()[:300]}")
 
     def __call__(self, logits: Tensor, text: Text) -> Tensor:
-        (prefixes,), (prompt,) = text.prefixes(logits.shape[1]), text.prompts.tolist()
+        (texts,), follows = text.prefixes(logits.shape[1], prompt=False), True
         masks: list[Tensor] = []  # int32 [words] each: the ids that may follow, as bits
-        for prefix in prefixes:
-            ids = prefix[prompt:]
-            follows = self.ends.isdisjoint(ids) and (not masks or bool(masks[-1][ids[-1] // 32] >> ids[-1] % 32 & 1))
+        for ids in texts:
+            follows &= self.ends.isdisjoint(ids) and (not masks or bool(masks[-1][ids[-1] // 32] >> ids[-1] % 32 & 1))
             # No decision depends on positions after an impossible draft token, or after the end of the text.
             masks.append(self._mask(ids) if follows else torch.full((self.words,), -1, dtype=torch.int32, device="cpu"))
         bits = (torch.stack(masks)[..., None] >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1

@@ -46,24 +46,26 @@ class Text(NamedTuple):
         last = (self.lengths - self.prompts)[:, None] + self.drafted.shape[1]
         return last + torch.arange(1 - positions, 1, device=last.device)
 
-    def counts(self, positions: int, vocabulary: int, first: Tensor | int) -> Tensor:
-        """Return the occurrences of each id before each of J positions, from token `first` on: int64 [n, J, V]."""
+    def counts(self, positions: int, vocabulary: int, first: Tensor | int, once: bool = False) -> Tensor:
+        """Return the occurrences of each id before each of J positions, from token `first` on: int64 [n, J, V]. once:
+        committed tokens count at most once, by an operator that is deterministic on GPUs."""
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        kept = (at >= first) & (at < self.lengths[:, None])  # [n, S]
-        rows = torch.arange(len(kept), device=at.device)[:, None].expand_as(kept)
-        counts = torch.zeros(len(kept), vocabulary, dtype=torch.int64, device=at.device)
-        counts = counts.index_put((rows, self.tokens), kept.long(), accumulate=True)[:, None]  # [n, 1, V]
+        ids = self.tokens.where((at >= first) & (at < self.lengths[:, None]), vocabulary)  # [n, S]
+        counts = torch.zeros(len(ids), vocabulary + 1, dtype=torch.int64, device=at.device)
+        counts = counts.scatter(1, ids, 1) if once else counts.scatter_add(1, ids, torch.ones_like(ids))
+        counts = counts[:, None, :-1]  # [n, 1, V]
         if self.drafted.shape[1] == 0:
             return counts
         drafted = one_hot(self.drafted, vocabulary).long().cumsum(1)  # [n, D, V]
         return counts + F.pad(drafted, (0, 0, 1, 0))[:, -positions:]
 
-    def prefixes(self, positions: int) -> list[list[list[int]]]:
-        """Return the ids before each of J positions of each row, with the prompt, on the host."""
-        found, first = [], self.drafted.shape[1] + 1 - positions
-        parts = (self.tokens.tolist(), self.lengths.tolist(), self.drafted.tolist())
-        for tokens, length, drafted in zip(*parts, strict=True):
-            found.append([tokens[:length] + drafted[:count] for count in range(first, first + positions)])
+    def prefixes(self, positions: int, prompt: bool = True) -> list[list[list[int]]]:
+        """Return the ids before each of J positions of each row, with or without the prompt, on the host."""
+        found, first, tokens = [], self.drafted.shape[1] + 1 - positions, self.tokens.cpu()
+        parts = (tokens, self.prompts.tolist(), self.lengths.tolist(), self.drafted.tolist())
+        for row, start, length, drafted in zip(*parts, strict=True):
+            ids = row[0 if prompt else start : length].tolist()
+            found.append([ids + drafted[:count] for count in range(first, first + positions)])
         return found
 
 
@@ -115,7 +117,7 @@ class Penalties(Processor):
 
     def __call__(self, logits: Tensor, text: Text) -> Tensor:
         if self.repetition != 1:
-            seen = text.counts(*logits.shape[1:], first=0) > 0
+            seen = text.counts(*logits.shape[1:], first=0, once=True) > 0
             penalised = torch.where(logits < 0, logits * self.repetition, logits / self.repetition)
             logits = torch.where(seen, penalised, logits)
         if self.presence or self.frequency:

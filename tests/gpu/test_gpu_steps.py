@@ -8,6 +8,7 @@ import pytest
 import recording
 import torch
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
+from transformers import NoRepeatNGramLogitsProcessor
 from trial_policies import StopWhenUnsure, TakingTurns
 
 import bass_core as bass
@@ -110,6 +111,7 @@ SAMPLING = {
     "block": {"temperature": 0.9, "verification": "block"},
     "coupled": {"temperature": 0.9, "verification": "coupled"},
     "processed": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
+    "processors": {"temperature": 0.9, "processors": [bass.Penalties(1.2, 0.4, 0.2), bass.Bias({3: 2.0})]},
     "synthetic": {"acceptance": SyntheticAcceptance.named("synthetic:0.7")},
 }
 
@@ -136,7 +138,8 @@ def test_other_drafters_give_the_text_of_eager_steps(drafter, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_with_own_sampling_equal_eager_steps(way):
-    own, found = ({}, {"temperature": 0.9}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.3}, {}), []
+    own, found = ({}, {"temperature": 0.9}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.3}), []
+    own += ({"processors": [NoRepeatNGramLogitsProcessor(2)], "top_logprobs": 2, "draft_length": 2},)
     for compile in ("off", way):
         with bass.Session(pair_on_gpu(), compile=compile, draft_length=3, eos_token_id=()) as session:
             handles = [session.submit(p, max_new_tokens=24, **o) for p, o in zip(PROMPTS, own, strict=True)]
