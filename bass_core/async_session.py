@@ -7,12 +7,11 @@ sessions of one pair can decode at the same time.
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,7 +96,7 @@ class AsyncSession:
     error: BaseException | None = None
     session: Session  # used by the thread
     _loop: asyncio.AbstractEventLoop | None = None
-    _closing = _over = False  # `close` was called; the thread has ended the session
+    _closing = _over = _steps = False  # `close` was called; the session has ended; a step waits in the thread
 
     def __init__(
         self,
@@ -190,8 +189,8 @@ class AsyncSession:
             raise RuntimeError(f"the session {state}; use it inside `async with AsyncSession(...) as session:`")
 
     def _put(self, command: Callable[..., None], *arguments: Any) -> None:
-        self._engine.inbox.append((self, functools.partial(command, *arguments)))
-        self._engine.wake.set()
+        with suppress(RuntimeError):  # the thread has ended, and `_finish` fails all jobs
+            self._engine.thread.submit(self._run, command, *arguments)
 
     def _deliver(self, updates: Sequence[tuple[Job, Update | BaseException]], ended: Sequence[Job]) -> None:
         for job, update in updates:
@@ -207,6 +206,18 @@ class AsyncSession:
 
     # --- the thread -------------------------------------------------------------------------------
 
+    def _run(self, command: Callable[..., None], *arguments: Any) -> None:
+        """Run a command or a step, and put the next step behind the commands and steps that wait."""
+        if self._over:
+            return
+        try:
+            command(*arguments)
+        except BaseException as error:  # of any kind, since consumers wait for the session
+            self._end(error)
+        if not (self._over or self._steps or self.session.idle):
+            self._steps = True
+            self._put(self._step)
+
     def _call(self, what: Callable[..., object], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(what, *arguments)
@@ -216,10 +227,10 @@ class AsyncSession:
     def _open(self) -> None:
         self._engine.switch(None)  # the attention probe needs the models in their owner's state
         self.session = Session(self.pair, **self._options)
-        self._engine.sessions.append(self)
         self._call(self._opened.set_result, None)
 
     def _step(self) -> None:
+        self._steps = False
         self._engine.switch(self)
         event, began = None, time.monotonic()
         try:
@@ -286,22 +297,20 @@ class AsyncSession:
             self.session.close()
         except Exception as failure:  # also AttributeError, without a session
             error = error or failure
-        self._engine.leave(self)
+        self._engine.leave()
         self._call(self._finish, error)
 
 
-class _Engine(threading.Thread):
-    """Thread that runs the commands and interleaves the steps of a device's sessions. Ends with the last session."""
+class _Engine:
+    """Thread that runs the commands and steps of a device's sessions, in order. Ends with the last session."""
 
     _running: ClassVar[dict[torch.device, _Engine]] = {}
     _joining: ClassVar = threading.Lock()  # held while a session joins or leaves
 
     def __init__(self, device: torch.device):
-        super().__init__(name=f"bass engine {device}", daemon=True)
         self.device, self.users = device, 0  # users: sessions that have not ended
-        self.inbox: deque[tuple[AsyncSession, Callable[[], None]]] = deque()
-        self.wake = threading.Event()
-        self.sessions: list[AsyncSession] = []  # open sessions; the first session with work makes the next step
+        chosen = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
+        self.thread = ThreadPoolExecutor(1, f"bass engine {device}", *chosen)
         self._current: AsyncSession | None = None
         self._prepared = ExitStack()
 
@@ -311,16 +320,14 @@ class _Engine(threading.Thread):
         with cls._joining:
             engine = cls._running.setdefault(device, cls(device))
             engine.users += 1
-            if engine.users == 1:
-                engine.start()
             return engine
 
-    def leave(self, session: AsyncSession) -> None:
-        self.sessions = [each for each in self.sessions if each is not session]
+    def leave(self) -> None:
         with self._joining:
             self.users -= 1
             if not self.users:
                 del self._running[self.device]
+                self.thread.shutdown(wait=False)
 
     def switch(self, session: AsyncSession | None) -> None:
         """Switch the models to this session's attention paths, and back from the previous session's."""
@@ -330,26 +337,3 @@ class _Engine(threading.Thread):
             if session is not None:
                 self._prepared.enter_context(session.session.prepared())
                 self._current = session
-
-    def run(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        while self.users:
-            self._run_next()
-
-    def _run_next(self) -> None:
-        """Run the next command. Without a command, step the session with the oldest step; without work, wait."""
-        if self.inbox:
-            session, command = self.inbox.popleft()
-        elif session := next((each for each in self.sessions if not each.session.idle), None):
-            self.sessions = [*(each for each in self.sessions if each is not session), session]
-            command = session._step
-        else:
-            self.wake.wait()
-            self.wake.clear()
-            return
-        if not session._over:
-            try:
-                command()
-            except BaseException as error:  # of any kind, since consumers wait for the session
-                session._end(error)

@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import threading
-import time
 
 import pytest
 import torch
 from tiny import BYTES, byte_tokenizer, tiny_model
+from waiting import until
 
 import bass_core as bass
 from bass_core.model.cache import RaggedCache
@@ -39,10 +39,7 @@ def in_session(program, pair=PAIR, **options):
             return await program(session)
 
     found = asyncio.run(asyncio.wait_for(main(), 30))
-    ends = time.monotonic() + 5
-    while any(each.name.startswith("bass engine") for each in threading.enumerate()):
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    until(lambda: not any(each.name.startswith("bass engine") for each in threading.enumerate()))
     assert path_of(PAIR.target) is None
     return found
 
@@ -91,7 +88,7 @@ def test_job_reports_tokens_and_log_probabilities_of_its_rows():
     assert found == samples.texts
 
 
-async def until(holds) -> None:
+async def reached(holds) -> None:
     while not holds():
         await asyncio.sleep(0.01)
 
@@ -109,9 +106,9 @@ def test_row_of_a_consumer_that_left_frees_its_batch_slot(leaves):
                     await session.generate(TEXTS[0], max_new_tokens=1500)
         else:
             task = asyncio.create_task(session.generate(TEXTS[0], max_new_tokens=1500))
-            await until(lambda: session.session.rows.live)
+            await reached(lambda: session.session.rows.live)
             task.cancel()
-        await until(lambda: session.session.idle)
+        await reached(lambda: session.session.idle)
         return (await session.generate(TEXTS[1], max_new_tokens=NEW)).text
 
     assert in_session(program, max_batch_size=1) == texts_alone(TEXTS[1:2])[0]
@@ -166,7 +163,7 @@ def test_job_may_be_read_in_parts_and_notify_may_fail():
 def test_close_ends_running_and_waiting_rows():
     async def program(session):
         running = [asyncio.create_task(session.generate(text, max_new_tokens=1500)) for text in TEXTS]
-        await until(lambda: session.session.rows.live and session.session.rows.waiting)
+        await reached(lambda: session.session.rows.live and session.session.rows.waiting)
         with pytest.raises(InUse):
             bass.generate(PAIR, TEXTS[0], max_new_tokens=1, **OPTIONS)
         await session.close()
@@ -187,7 +184,7 @@ def test_error_of_a_step_reaches_all_consumers_and_no_other_session():
         async with bass.AsyncSession(PAIR, **OPTIONS) as other:
             unaffected = asyncio.create_task(other.generate(TEXTS[0], max_new_tokens=NEW))
             running = [asyncio.create_task(session.generate(text, max_new_tokens=1500)) for text in TEXTS]
-            await until(lambda: session.session.rows.live)
+            await reached(lambda: session.session.rows.live)
             session.session.device_step.verify = lambda *arguments: 1 / 0
             found = await asyncio.gather(*running, return_exceptions=True)
             assert [type(each) for each in found] == [ZeroDivisionError] * 3 and session.error is found[0]
@@ -248,5 +245,5 @@ def test_closed_event_loop_ends_its_sessions():
 
     session = bass.AsyncSession(PAIR, **OPTIONS)
     asyncio.run(begin())
-    session._engine.join(10)
-    assert not session._engine.is_alive() and path_of(PAIR.target) is None
+    until(lambda: session._over and path_of(PAIR.target) is None)
+    until(lambda: not any(each.name.startswith("bass engine") for each in threading.enumerate()))

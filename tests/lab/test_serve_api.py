@@ -297,7 +297,8 @@ def test_closed_stream_ends_its_rows(server, client):
         next(iter(stream))
         assert server.gate.rows == 4
         stream.close()
-        until(lambda: server.engine._engine.inbox or not server.gate.rows)  # the server has noticed
+        queue = server.engine._engine.thread._work_queue
+        until(lambda: queue.qsize() or not server.gate.rows)  # the server has noticed
     until(lambda: server.gate.rows == 0)
     assert 'bass_rows_total{reason="cancelled"}' in metrics(server)
 
