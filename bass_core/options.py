@@ -189,6 +189,8 @@ def processors_of(config: GenerationConfig, ends: Iterable[int], pair: ModelPair
     found = {name: [*as_processors([PROCESSORS[name](value, eos)])] for name, value in asked_for(config, PROCESSORS)}
     if all(len(word) == 1 for word in config.bad_words_ids or ()):
         found.pop("bad_words_ids", None)  # a vectorized processor suppresses single ids
+    if "min_new_tokens" in found:
+        found.pop("min_length", None)  # as in transformers
     never, not_first = suppressed(config, ends, pair.target.config.get_text_config().vocab_size)
     found["suppressed"] = [suppressing(ids, until) for ids, until in ((never, None), (not_first, 1)) if ids]
     return found

@@ -137,7 +137,7 @@ class Bias(Processor):
                 require_number(
                     f"the bias of id {each}", value, lambda by: abs(by) <= LARGEST, f"-inf or within ±{LARGEST}"
                 )
-        self.values, self.until = tuple(sorted(values.items())), until
+        self.values, self.until = tuple(sorted((each, float(value)) for each, value in values.items())), until
         self._added: dict[tuple, Tensor] = {}  # kept, since a captured CUDA graph reads this memory
 
     def __eq__(self, other: object) -> bool:

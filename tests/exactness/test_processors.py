@@ -309,6 +309,11 @@ def test_wrong_processors_are_refused():
             make()
 
 
+def test_largest_bias_chooses_its_id():
+    out = bass.generate(bass.ModelPair(TARGET, DRAFT), PROMPTS, max_new_tokens=5, processors=[bass.Bias({9: 10**30})])
+    assert all(row.tolist() == [9] * 5 for row in out.sequences)
+
+
 def test_row_without_a_possible_token_fails_alone():
     nothing = bass.Bias(dict.fromkeys(range(len(TOKENIZER)), -np.inf))
     pair, options = bass.ModelPair(TARGET, DRAFT), {"draft_length": 3, "eos_token_id": ()}

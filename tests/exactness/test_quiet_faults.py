@@ -74,7 +74,7 @@ def test_suppressed_ids_are_never_chosen(option):
         {"sequence_bias": [[[each], 4.0] for each in range(9)] + [[[3, 4], -2.0]], "repetition_penalty": 1.8},
         {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(20))},
         {"min_length": 20, "eos_token_id": list(range(30))},
-        {"min_new_tokens": 9, "eos_token_id": list(range(30))},
+        {"min_new_tokens": 5, "min_length": 30, "eos_token_id": list(range(30))},
     ],
     ids=",".join,
 )
