@@ -130,8 +130,8 @@ def test_suppressed_ids_never_occur(monkeypatch, kind, option):
     assert out.sequences[0][0] != common[0]
 
 
-def test_caller_gives_the_first_tokens_of_a_text():
-    pair, read = pair_of("bart"), sources("bart", 6, 9)
+def test_caller_gives_the_first_tokens_of_a_text(monkeypatch):
+    pair, read = asked(monkeypatch, "bart", forced_bos_token_id=7), sources("bart", 6, 9)
     begun = [torch.tensor([START, 5, 9]), torch.tensor([START, 8])]
     mappings = [{"input_ids": a, "decoder_input_ids": b} for a, b in zip(read, begun, strict=True)]
     out = bass.generate(pair, mappings, max_new_tokens=NEW)

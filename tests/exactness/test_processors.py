@@ -61,6 +61,16 @@ def test_joint_distribution_with_a_processor_of_one_row():
     assert total_variation(Oracle().laws(run), expected) < EXACT
 
 
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_target_and_draft_are_processed_alike(monkeypatch, compile):
+    """All drafts of the target itself are accepted."""
+    use_on_cpu(monkeypatch)
+    pair, processors = bass.ModelPair(TARGET, TARGET, TOKENIZER), [bass.Penalties(1.6, 0.9, 0.7), bass.Bias({9: 2.0})]
+    options = {"temperature": 0.9, "draft_length": 4, "compile": compile, "max_new_tokens": 24, "eos_token_id": ()}
+    steps = bass.generate(pair, PROMPTS, processors=processors, **options).trace.steps
+    assert (steps.accepted == steps.drafted).all() and steps.drafted.max() == 4
+
+
 def texts_of(generator, rows=5, longest=9, drafted=3) -> tuple[Text, list[list[int]], list[int]]:
     """Return random texts, the same as lists with the draft tokens, and the lengths of the prompts."""
     lengths = torch.randint(3, longest + 1, (rows,), generator=generator)
