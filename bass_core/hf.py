@@ -166,7 +166,7 @@ def bass_generate(
             **stops,
             **sampling,
             **among(locals()) | {"generation_config": GenerationConfig()},  # the rest is in the call
-            on_step=None if streamer is on_step is None else stepped,
+            on_step=None if streamer is None and on_step is None else stepped,
         )
     new = pad_sequence(generation.sequences, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -74,11 +75,8 @@ class Options:
         check_sampling(self.generation_config, params)
         eos = eos_ids(config, self.eos_token_id, vocabulary)
         stop = stop_strings(self.stop, pair.tokenizer)
-        ends, asked = dict.fromkeys(sorted(eos), "eos"), processors_of(config, eos, pair)
-        # transformers applies this option before the repetition penalty
-        before = asked.pop("sequence_bias", ())
-        own = *(each for group in asked.values() for each in group), *self.processors
-        found = Resolved(vocabulary, config, params, before, Penalties(penalty), own, ends, stop)
+        own = processors_of(config, penalty, eos, pair) | {"processors": self.processors}
+        found = Resolved(vocabulary, config, params, own, dict.fromkeys(sorted(eos), "eos"), stop)
         return found._replace(begun=found.processors(pair))
 
 
@@ -88,15 +86,13 @@ def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Resolved(NamedTuple):
-    """`Options` for a pair. before, penalty, own: processors in order. begun: those of a request without options of its
-    own. ends: ids that end a row, and the finish reasons."""
+    """`Options` for a pair. own: processors by option, in order. begun: the processors of a request without options of
+    its own. ends: ids that end a row, and the finish reasons."""
 
     vocabulary: int
     config: GenerationConfig
     params: SamplingParams
-    before: Sequence[Processor]
-    penalty: Penalties
-    own: tuple[Processor, ...]
+    own: dict[str, Sequence[Processor]]
     ends: Mapping[int, str]
     stop: StopStrings | None
     begun: tuple[Processor, ...] = ()
@@ -112,9 +108,9 @@ class Resolved(NamedTuple):
         """Return the processors of a request. ends: ids that end the row. penalty: its repetition penalty. None is the
         session's. further: its own processors. Raises TypeError or ValueError for wrong processors."""
         row = Row(len(prompt), self.ends if ends is None else ends, self.vocabulary, pair.tokenizer)
-        first = self.penalty if penalty is None else Penalties(penalty)
-        every = *self.before, *((first,) if first != Penalties() else ()), *self.own, *as_processors(further)
-        found = tuple(each.begin(row) for each in every)
+        own = {} if penalty is None else {"repetition_penalty": (Penalties(penalty),)}
+        every = (*itertools.chain(*(self.own | own).values()), *as_processors(further))
+        found = tuple(each.begin(row) for each in every if each != Penalties())
         return self.begun if found == self.begun else found  # captured steps read the memory of the session's objects
 
 
@@ -183,17 +179,19 @@ def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -
     return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
 
 
-def processors_of(config: GenerationConfig, ends: Iterable[int], pair: ModelPair) -> dict[str, list[Processor]]:
-    """Return the processors of a generation_config by option, without the repetition penalty."""
-    eos = torch.tensor(sorted(ends), device=pair.device)
-    found = {name: [*as_processors([PROCESSORS[name](value, eos)])] for name, value in asked_for(config, PROCESSORS)}
+def processors_of(
+    config: GenerationConfig, penalty: float, ends: Iterable[int], pair: ModelPair
+) -> dict[str, Sequence[Processor]]:
+    """Return the processors of a generation_config by option, in transformers' order. penalty: for repetitions."""
+    asked, eos = dict(asked_for(config, PROCESSORS)), torch.tensor(sorted(ends), device=pair.device)
     if all(len(word) == 1 for word in config.bad_words_ids or ()):
-        found.pop("bad_words_ids", None)  # a vectorized processor suppresses single ids
-    if "min_new_tokens" in found:
-        found.pop("min_length", None)  # as in transformers
+        asked.pop("bad_words_ids", None)  # a vectorized processor suppresses single ids
+    if "min_new_tokens" in asked:
+        asked.pop("min_length", None)  # as in transformers
+    found: dict[str, Sequence[Processor]] = {"sequence_bias": (), "repetition_penalty": (Penalties(penalty),)}
+    found |= {name: as_processors([PROCESSORS[name](value, eos)]) for name, value in asked.items()}
     never, not_first = suppressed(config, ends, pair.target.config.get_text_config().vocab_size)
-    found["suppressed"] = [suppressing(ids, until) for ids, until in ((never, None), (not_first, 1)) if ids]
-    return found
+    return found | {"suppressed": [suppressing(ids, until) for ids, until in ((never, None), (not_first, 1)) if ids]}
 
 
 def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

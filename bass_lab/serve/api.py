@@ -83,8 +83,7 @@ class Service:
         self.gate.enter(count)
         try:
             loop = asyncio.get_running_loop()
-            ids, limits = await loop.run_in_executor(self._reader, self._read, body, prompts)
-            processors = await loop.run_in_executor(self._reader, self._processors, body)
+            ids, limits, processors = await loop.run_in_executor(self._reader, self._read, body, prompts)
             seed = secrets.randbits(31) if body.seed is None else body.seed
             rows, ends = self._rows(body, ids, limits, processors, seed, arrived), Ends(count, self.on_row_end)
             try:
@@ -100,8 +99,9 @@ class Service:
             return EventStream(job, self._chunks(job, ends, answer, chat, told))
         return await self._whole(job, ends, answer, request)
 
-    def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int]]:
-        """Return the token ids and maximum new tokens of each prompt. Runs in a thread of its own. Raises Refused."""
+    def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int], list[Processor]]:
+        """Return the token ids and maximum new tokens of each prompt, and the request's processors. Runs in a thread of
+        its own. Raises Refused."""
         field = "messages" if isinstance(body, ChatBody) else "prompt"
         most = body.max_tokens
         if isinstance(body, ChatBody):
@@ -131,7 +131,7 @@ class Service:
                 named = field if room < 1 else "max_tokens"
                 said = line(str(error)).replace("max_new_tokens", "max_tokens")
                 raise Refused(400, f"{named}: {said}", named, "context_length_exceeded") from error
-        return ids, limits
+        return ids, limits, self._processors(body)
 
     def _processors(self, body: Sampled) -> list[Processor]:
         """Return the processors of a request. Raises Refused for a wrong one. Compiles a grammar as a check."""
@@ -139,9 +139,8 @@ class Service:
         ends = ({} if body.ignore_eos else asked.ends) | dict.fromkeys(body.stop_token_ids or (), "stop")
         for name, make in body.processors.items():
             try:
-                own = [each for each in [make()] if each is not None]
-                asked.processors(self.pair, (), ends, None, own)
-                found += own
+                found.append(make())
+                asked.processors(self.pair, (), ends, None, found[-1:])
             except (ValueError, ImportError) as error:
                 raise Refused(400, f"{name}: {line(str(error))}", name) from error
         return found

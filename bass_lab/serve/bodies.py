@@ -63,7 +63,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Return the fields that are not null."""
+        """Return the fields without nulls."""
         return {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
 
 
@@ -73,9 +73,6 @@ def unused(kind: str) -> Any:
 
 class TextFormat(_Body):
     type: Literal["text"]
-
-    def grammar(self) -> None:
-        """Return no grammar."""
 
 
 class JsonFormat(_Body):
@@ -109,7 +106,7 @@ class RegexFormat(_Body):
     regex: Source
 
     def grammar(self) -> Grammar:
-        """Return the grammar of the texts that the expression matches."""
+        """Return the grammar of the expression's matches."""
         return Grammar.regex(self.regex)
 
 
@@ -172,18 +169,18 @@ class Sampled(_Body):
     )
 
     @property
-    def processors(self) -> dict[str, Callable[[], Processor | None]]:
-        """By field: functions that make the processors of the given fields. Some raise ValueError."""
-        made: dict[str, Callable[[], Processor | None]] = {
-            "presence_penalty": lambda: Penalties(1.0, self.presence_penalty, self.frequency_penalty),
-            "logit_bias": lambda: Bias({int(each): value for each, value in self.logit_bias.items()}),
-            "min_tokens": lambda: MinTokens(self.min_tokens),
-            "response_format": lambda: self.response_format.grammar(),
-        }
-        given = {name for name in made if getattr(self, name)} | (
-            {"presence_penalty"} if self.frequency_penalty else set()
-        )
-        return {name: make for name, make in made.items() if name in given}
+    def processors(self) -> dict[str, Callable[[], Processor]]:
+        """Functions for the request's processors, by field. Some raise ValueError."""
+        made: dict[str, Callable[[], Processor]] = {}
+        if self.presence_penalty or self.frequency_penalty:
+            made["presence_penalty"] = lambda: Penalties(1.0, self.presence_penalty, self.frequency_penalty)
+        if self.logit_bias:
+            made["logit_bias"] = lambda: Bias({int(each): value for each, value in self.logit_bias.items()})
+        if self.min_tokens:
+            made["min_tokens"] = lambda: MinTokens(self.min_tokens)
+        if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+            made["response_format"] = self.response_format.grammar
+        return made
 
 
 class CompletionBody(Sampled):
@@ -228,7 +225,7 @@ class Message(_Body):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Return the fields that are not null. An assistant's message without content has an empty text."""
+        """Return the fields without nulls. An assistant's message without content has an empty text."""
         given = _Body._without_nulls(given)
         return {"content": ""} | given if type(given) is dict and given.get("role") == "assistant" else given
 

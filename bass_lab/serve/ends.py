@@ -31,7 +31,7 @@ class Ended:
 
     @property
     def decoded(self) -> int:
-        """Tokens from decode steps: all except the first, which the prefill emits."""
+        """Tokens from decode steps: all except the first, a result of the prefill."""
         return max(len(self.result.sequence) - 1, 0)
 
 
@@ -40,7 +40,7 @@ class Ends:
 
     def __init__(self, rows: int, on_row_end: Callable[[Ended | None], None]):
         self._rows, self._on_row_end, self._began = rows, on_row_end, time.monotonic()
-        self._times: dict[int, list[float]] = {}  # seconds of each step that emitted tokens, by row
+        self._times: dict[int, list[float]] = {}  # seconds of each step with new tokens, by row
         self.ended: dict[int, Ended] = {}
 
     def __call__(self, update: Update | BaseException) -> None:
@@ -64,7 +64,7 @@ class Ends:
 
 
 async def updates(engine: AsyncSession, job: Job) -> AsyncIterator[Update]:
-    """Yield a job's updates. Raises Refused for an error that fails the whole request."""
+    """Yield a job's updates. Raises Refused for an error of the whole request."""
     try:
         async for update in job:
             if update.result is not None and update.result.finish_reason == "error":

@@ -5,12 +5,11 @@ import itertools
 import threading
 
 import pytest
-import torch
+from recovery import limit_memory
 from tiny import BYTES, byte_tokenizer, tiny_model
 from waiting import until
 
 import bass_core as bass
-from bass_core.model.cache import RaggedCache
 from bass_core.model.patching import InUse, path_of
 
 PAIR = bass.ModelPair(
@@ -196,14 +195,7 @@ def test_error_of_a_step_reaches_all_consumers_and_no_other_session():
 
 
 def test_full_memory_fails_only_the_largest_waiting_request(monkeypatch):
-    allocate = RaggedCache.allocate
-
-    def limited(self, like, shape):
-        if shape[2] > 700:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return allocate(self, like, shape)
-
-    monkeypatch.setattr(RaggedCache, "allocate", limited)
+    limit_memory(monkeypatch, 700)
 
     async def program(session):
         small = [session.generate(text, max_new_tokens=NEW) for text in TEXTS[:2]]

@@ -1,18 +1,19 @@
 """Full memory and lost devices raise errors with a remedy, and the other rows continue."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 from recording import use_on_cpu
 from recovery import (
+    CUDA_IS_FULL,
     PROMPTS,
     assert_same,
     assert_same_results,
     disturbed_pair,
     fail_at_call,
     generate,
+    limit_memory,
     probed,
     session_with_rows,
 )
@@ -31,7 +32,6 @@ def pair() -> bass.ModelPair:
     return probed(disturbed_pair())
 
 
-CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 FULL = {  # allocator: its error, the type of error for callers
     "cuBLAS": (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), torch.OutOfMemoryError),
     "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
@@ -102,23 +102,11 @@ def test_full_memory_is_no_lasting_obstacle_to_kernels(monkeypatch):
     kernel_ops.obstacle.cache_clear()
 
 
-def small_device(monkeypatch, slots: int) -> None:
-    """Let every third buffer with more slots fail."""
-    made, allocate = itertools.count(1), RaggedCache.allocate
-
-    def limited(own, like, shape):
-        if shape[2] > slots and next(made) % 3 == 0:
-            raise torch.OutOfMemoryError(CUDA_IS_FULL)
-        return allocate(own, like, shape)
-
-    monkeypatch.setattr(RaggedCache, "allocate", limited)
-
-
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_rows_without_memory_leave_nothing_on_the_device(monkeypatch, pair, chunk):
     use_on_cpu(monkeypatch)
     expected = bass.generate(pair, PROMPTS, max_new_tokens=8, draft_length=3, eos_token_id=()).sequences
-    small_device(monkeypatch, slots=40)
+    limit_memory(monkeypatch, 40, every=3)
     long = [torch.arange(30) + row for row in range(4)]
     with bass.Session(pair, max_batch_size=4, draft_length=3, eos_token_id=(), prefill_chunk=chunk) as session:
         for _ in range(2):
@@ -139,7 +127,7 @@ def test_capacity_doubles_within_context_and_memory(monkeypatch, pair, slots, lo
         session.submit(PROMPTS[0], max_new_tokens=48 if slots is None else 20)
         run_to_the_end(session)
         if slots is not None:
-            small_device(monkeypatch, slots)
+            limit_memory(monkeypatch, slots, every=3)
         handle = session.submit(PROMPTS[0], max_new_tokens=longer)
         run_to_the_end(session)
         assert (handle.finish_reason, session.rows.capacity) == ("length", capacity)

@@ -18,12 +18,12 @@ import pytest
 import sweeps
 import torch
 from commands import invoke
+from recovery import limit_memory
 from serving import PROMPT, held, post, process, raw, served
 from tiny import BYTES, byte_tokenizer, tiny_model
 from waiting import until
 
 import bass_core as bass
-from bass_core.model.cache import RaggedCache
 from bass_lab.serve import connections
 from bass_lab.serve import server as serve_server
 from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, is_loopback
@@ -260,14 +260,7 @@ def test_bad_logits_fail_their_request_alone():
 
 
 def test_request_too_large_for_the_memory_fails_alone(monkeypatch):
-    allocate = RaggedCache.allocate
-
-    def limited(self, like, shape):
-        if shape[2] > 700:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return allocate(self, like, shape)
-
-    monkeypatch.setattr(RaggedCache, "allocate", limited)
+    limit_memory(monkeypatch, 700)
     with served(PAIR, max_batch_size=4, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(3) as pool:
         first = post(server, **LONG)  # nothing has been decoded yet
         assert first.status_code == 507 and first.json()["error"]["code"] == "out_of_memory"

@@ -11,11 +11,11 @@ FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
 BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
-    "thin core": 9347,
-    "core": 11_085,
+    "thin core": 9345,
+    "core": 11_083,
     "core files": 49,
-    "tests": 29_205,
-    "all": 68_880,
+    "tests": 29_191,
+    "all": 68_860,
 }  # current values, to be lowered
 
 

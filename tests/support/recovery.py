@@ -12,6 +12,19 @@ from bass_core.model import probe
 from bass_core.model.cache import RaggedCache
 
 PROMPTS = ragged_prompts(5, 9, 13)
+CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+
+def limit_memory(monkeypatch, positions: int, every: int = 1) -> None:
+    """Let every n-th buffer of rows with more positions fail, as on a full device."""
+    made, allocate = itertools.count(1), RaggedCache.allocate
+
+    def limited(own, like, shape):
+        if shape[2] > positions and next(made) % every == 0:
+            raise torch.OutOfMemoryError(CUDA_IS_FULL)
+        return allocate(own, like, shape)
+
+    monkeypatch.setattr(RaggedCache, "allocate", limited)
 
 
 def disturbed_pair() -> bass.ModelPair:
